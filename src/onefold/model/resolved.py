@@ -7,7 +7,7 @@ of the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -77,11 +77,6 @@ class Resolved:
 
     candidates: frozenset[int] = frozenset()
     """The trained units, by number, whose optimizer state the first step may move to the device."""
-
-    def with_matrices(self, mine: frozenset[str], whole: frozenset[str]) -> Resolved:
-        """The same once an Optimizer has the parameters `mine`, by name, and updates those in `whole` as whole
-        tensors."""
-        return replace(self, units=tuple(unit.with_matrices(mine, whole) for unit in self.units))
 
     @property
     def activations_wait(self) -> bool:

@@ -6,7 +6,7 @@ Planner and runtime read the same specs, so that what is planned is what is buil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -31,7 +31,6 @@ class UnitSpec:
     dtype: torch.dtype  # that its parameters compute in
     trained: bool
     blocks: tuple[str, ...]  # that its parameters belong to, in order; none outside every block
-    matrices: frozenset[str] = frozenset()  # those of its parameters that an Optimizer updates as whole tensors
 
     @property
     def flat(self) -> bool:
@@ -41,15 +40,7 @@ class UnitSpec:
     def size(self, rank: int, precision: Precision) -> UnitSize:
         """The unit as `rank` holds it, under a precision that is decided."""
         widths = precision.dtypes(self.dtype).widths
-        return size_of_layout(
-            self.layout, rank, widths, blocks=self.blocks, trained=self.trained, matrices=self.matrices
-        )
-
-    def with_matrices(self, mine: frozenset[str], whole: frozenset[str]) -> UnitSpec:
-        """The unit once an Optimizer has the parameters `mine`, and updates those in `whole` as whole tensors."""
-        own = whole.intersection(slot.name for slot in self.layout.slots) if whole else whole
-        found = (self.matrices - mine) | own
-        return self if found == self.matrices else replace(self, matrices=found)
+        return size_of_layout(self.layout, rank, widths, blocks=self.blocks, trained=self.trained)
 
 
 def place_all(settings: Zero) -> Placement:

@@ -42,8 +42,9 @@ class RehearsedWhole(UpdateWhole):
 
     def state_bytes(self, *, on_host: bool) -> int:
         """Bytes of optimizer state that this rank will keep on the device or on the host."""
-        units = [number for number, one in enumerate(self._whole) if one.unit.updated_on_host is on_host]
-        return sum(sum(self.optimizer.planned_state(number, full=True)) for number in units)
+        numbers = [number for number, one in enumerate(self._whole) if one.unit.updated_on_host is on_host]
+        states = [self.optimizer.planned_state(number, full=True) for number in numbers]
+        return sum(vectors + counts for vectors, counts in states)
 
     def _update_offloaded(self, indices: Sequence[int], inputs: StepInputs) -> StepInputs:
         """Gradients go to the host, and messages are counted; nothing is loaded."""

@@ -116,11 +116,17 @@ def first_state(
     return dict(optimizer.state[param])
 
 
+@on_numbers()
 def cost_with(
     cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> StateCost:
-    """The bytes of state that the class keeps for parameters of a param group with these settings."""
-    return _cost(first_state(cls, kwargs, settings, device, dtype), ALIGN)
+    """The bytes of state that the class keeps for parameters of a param group with these settings, found by running
+    it."""
+    param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
+    optimizer = cls([param], **kwargs)
+    optimizer.param_groups[0].update(settings)
+    trained(optimizer, [param], [[torch.full((ALIGN,), size, dtype=dtype)] for size in GRADIENTS])
+    return _cost(dict(optimizer.state[param]), ALIGN)
 
 
 def _cost(state: dict[str, Any], numel: int) -> StateCost:

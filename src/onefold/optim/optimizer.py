@@ -290,7 +290,8 @@ class Optimizer(GroupedOptimizer):
             if joining := [param for param in added if self._group_to_join(param) == number]:
                 group["params"] += joining
                 self._add_params(number, joining)
-        self._assign_owners()
+        if self._whole is not None:
+            self._whole.assign_owners(self._by_unit)
         self._see_groups()
 
     def _group_to_join(self, param: nn.Parameter) -> int:

@@ -4,7 +4,7 @@ the same groups with the same settings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -25,7 +25,7 @@ from onefold.optim.preflight import reserve, updated_dtype
 from onefold.optim.small_state import StateForm, check_small
 from onefold.optim.state_costs import StateCosts
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
-from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic, whole
+from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic
 from onefold.optim.whole_trial import examine_whole
 from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine
@@ -123,8 +123,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._placing.by_formula()  # a unit's tensors are updated as soon as its gradient is there
         else:
             self._placing.before_first_step()
-        on_all(engine.comms.world, self._follow_units)  # and ranks of this machine have made what has moved
-        on_all(engine.comms.world, lambda: reserve(engine, self._costs.by_dtype, in_backward=self._in_backward))
+        # On every rank of this machine, what has moved has its memory and files before any of them looks for room.
+        on_all(engine.comms.world, self._follow_units, where="Optimizer()")
+        on_all(
+            engine.comms.world,
+            lambda: reserve(engine, self._costs.by_dtype, in_backward=self._in_backward),
+            where="Optimizer()",
+        )
 
     def _follow_units(self) -> None:
         for one in self._by_unit:
@@ -139,22 +144,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
             agree(comms.world, [], error, where=where)
             for near in (comms.everyone, comms.tp):
                 together(comms, partial(agree, near, lines, where=where), where=where)
-        self._assign_owners()
+        if self._whole is not None:
+            self._whole.assign_owners(self._by_unit)
         self._engine.comm.meter.cut()
         self._agreed = True
         self._see_groups()
-
-    def _assign_owners(self) -> None:
-        """Of parameters that were added, and that the class updates as whole tensors. Collective."""
-        engine, names = self._engine, self._engine.names
-        if self._whole is not None:
-            self._whole.assign_owners(self._by_unit)
-        engine.see_matrices(frozenset(names[index] for index in self.indices), self._whole_names)
-
-    @property
-    def _whole_names(self) -> frozenset[str]:
-        units = self._by_unit if self._whole is not None else []
-        return frozenset(name for one in units for name in whole(one).whole_names)
 
     def _see_groups(self) -> None:
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
@@ -292,28 +286,29 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
     def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]:
-        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts. Of all in the `full`
-        state, else of what has been updated."""
-        if not self._by_unit:  # it was replaced
+        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts. With `full`, of all of
+        it, else of what has been updated."""
+        if not self._by_unit:  # another Optimizer has replaced this one, or the model is plain again
             return 0, 0
         unit = self._by_unit[index]
-        return unit.planned_state(partial(self._cost_of_group, updated_dtype(unit.unit)), full=full)
+        return unit.planned_state(partial(self._cost_in_group, updated_dtype(unit.unit)), full=full)
 
-    def _cost_of_group(self, dtype: torch.dtype, number: int) -> StateCost:
+    def full_vectors(self) -> list[int]:
+        """Bytes of each unit's optimizer state once all of it has been updated, without step counts."""
+        cost_of = cache(self._cost_in_group)  # for this call: settings of param groups may change
+        return [one.planned_state(partial(cost_of, updated_dtype(one.unit)), full=True)[0] for one in self._by_unit]
+
+    def _cost_in_group(self, dtype: torch.dtype, number: int) -> StateCost:
+        """What the state of elements of a param group costs; of a class that needs whole tensors, only in the groups
+        that the class beside it updates."""
         beside = self._whole is not None and number in self._whole.rest_groups
         costs = self._rest.costs if beside and self._rest is not None else self._costs
         return costs.of_group(self.param_groups[number], dtype, self._engine.device)
 
     @property
     def state_cost(self) -> StateCost | None:
-        """What the optimizer state costs, at most; None if it updates nothing."""
-        device, beside = self._engine.device, self._whole.rest_groups if self._whole is not None else set()
-        groups = enumerate(self.param_groups)
-        cost = self._costs.most([group for number, group in groups if self._whole is None], device)
-        if cost is None or self._rest is None:
-            return cost
-        rest = self._rest.costs.most([self.param_groups[number] for number in beside], device)
-        return cost._replace(rest_per_element=rest.per_element if rest is not None else 0)
+        """What the optimizer state costs with the class's own settings; None if it updates nothing."""
+        return max(self._costs.by_dtype.values(), key=lambda cost: cost.per_element, default=None)
 
     @property
     def in_backward(self) -> bool:
@@ -323,8 +318,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
     @property
     def state_bytes_per_element(self) -> int:
         """Bytes of optimizer state that an element of a parameter has once it was updated, at most."""
-        cost = self.state_cost
-        return 0 if cost is None else max(-(-cost.vectors(ALIGN) // ALIGN), cost.rest_per_element or 0)
+        groups = range(len(self.param_groups)) if self._whole is None else self._whole.rest_groups
+        dtypes = self._costs.by_dtype
+        costs = [*dtypes.values(), *(self._cost_in_group(dtype, number) for dtype in dtypes for number in groups)]
+        return max((-(-cost.vectors(ALIGN) // ALIGN) for cost in costs), default=0)
 
     def planned_traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step for the update itself, by purpose."""

@@ -42,7 +42,7 @@ from onefold.optim.raising import (
     raise_parameters_by_formula,
     raise_parameters_of,
 )
-from onefold.optim.step_needs import StepNeeds, Updates, with_kept
+from onefold.optim.step_needs import StepNeeds, WithState, with_kept
 from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters_are_automatic
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
@@ -59,7 +59,7 @@ class Placing:
     """Decides for the units of one model, whose optimizer state costs so much. `in_backward` says when they are
     updated, and `parks` whether optimizer state may be in host memory while a step runs."""
 
-    def __init__(self, engine: Engine, optimizer: ReferenceType[Updates], *, in_backward: bool, parks: bool) -> None:
+    def __init__(self, engine: Engine, optimizer: ReferenceType[WithState], *, in_backward: bool, parks: bool) -> None:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
         self._needs = StepNeeds(engine, optimizer, in_backward=in_backward)
         self._disk = DiskRoom(engine, self._needs, self._agreed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,43 +10,41 @@ import torch
 from onefold.cost.states import StateCost
 from onefold.optim.elementwise import cost_with
 
-PLAIN = (bool, int, float, str, type(None))
+COMPARED = (bool, int, str, type(None))  # settings of these types; of floats, whether they are zero
 
 
 class StateCosts:
-    """Of an element-wise class and the settings with which an Optimizer makes it; `form` is that of its moments."""
+    """With `settings`, those of the Optimizer, and its moments in this `form`."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], settings: dict[str, Any], form: str = "fp32") -> None:
-        self.defaults: dict[str, Any] = {}  # of all settings
-        self.by_dtype: dict[torch.dtype, StateCost] = {}  # with these
+        self.defaults: dict[str, Any] = {}  # all settings of the class, as the Optimizer has them
+        self.by_dtype: dict[torch.dtype, StateCost] = {}  # with the defaults
         self._cls, self._settings, self._form = cls, settings, form
-        self._switched: dict[tuple[torch.dtype, frozenset[str]], StateCost] = {}
+        self._by_settings: dict[tuple[torch.dtype, frozenset[Any]], StateCost] = {}  # with others
 
     def learn(self, dtype: torch.dtype, found: tuple[dict[str, Any], StateCost]) -> None:
-        """What a trial of the class has found: its defaults, and what its state costs with them."""
+        """A trial of the class has found its defaults, and what its state costs with them."""
         self.defaults, cost = found
         self.by_dtype[dtype] = cost.in_form(self._form)
 
     def of_group(self, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> StateCost:
-        """With the settings of a param group. What counts is which are switched on (amsgrad) or not zero (momentum)."""
-        switched = {
-            key: group[key]
-            for key, default in self.defaults.items()
-            if key in group and isinstance(group[key], PLAIN) and isinstance(default, PLAIN)
-            if bool(group[key]) != bool(default)
-        }
-        if not switched:
+        """The cost with the settings of a param group, such as amsgrad or momentum, that differ from the defaults."""
+        shared = [key for key in self.defaults if key in group]
+        others = {key: group[key] for key in shared if _compared(group[key]) != _compared(self.defaults[key])}
+        if not others:
             return self.by_dtype[dtype]
-        known = dtype, frozenset(switched)
-        if known not in self._switched:
+        known = dtype, frozenset((key, _compared(value)) for key, value in others.items())
+        if known not in self._by_settings:
             try:
-                cost = cost_with(self._cls, self._settings, switched, device, dtype).in_form(self._form)
+                cost = cost_with(self._cls, self._settings, others, device, dtype).in_form(self._form)
             except Exception:  # the first step says what is wrong with these settings
                 cost = self.by_dtype[dtype]
-            self._switched[known] = cost
-        return self._switched[known]
+            self._by_settings[known] = cost
+        return self._by_settings[known]
 
-    def most(self, groups: Iterable[Mapping[str, Any]], device: torch.device) -> StateCost | None:
-        """That of the param group whose state takes the most, or with the class's settings; None before a trial."""
-        costs = [cost for dtype in self.by_dtype for cost in (self.of_group(one, dtype, device) for one in groups)]
-        return max([*self.by_dtype.values(), *costs], key=lambda cost: cost.per_element, default=None)
+
+def _compared(setting: Any) -> Any:
+    """What matters of a setting for the state that a class keeps: numbers such as a momentum are zero or not."""
+    if isinstance(setting, float):
+        return setting != 0
+    return setting if isinstance(setting, COMPARED) else None

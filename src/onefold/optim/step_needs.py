@@ -19,7 +19,7 @@ SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a cl
 NORM_BYTES = 8  # per element of the largest unit: a gradient in fp32, and its squares, for a norm
 
 
-class Updates(Protocol):
+class WithState(Protocol):
     """What is asked of an Optimizer here."""
 
     @property
@@ -28,22 +28,23 @@ class Updates(Protocol):
     @property
     def state_cost(self) -> StateCost | None: ...
 
-    def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]: ...
+    def full_vectors(self) -> list[int]: ...
 
 
 class StepNeeds:
-    """Of the units of one model. `in_backward` says when the Optimizer updates them."""
+    """Of the units of one model. `optimizer` is the one that this belongs to, which the engine may not know yet;
+    `in_backward` says when it updates."""
 
-    def __init__(self, engine: Engine, optimizer: ReferenceType[Updates], *, in_backward: bool) -> None:
-        """The Optimizer, to which this belongs, may not be one of the engine's yet."""
+    def __init__(self, engine: Engine, optimizer: ReferenceType[WithState], *, in_backward: bool) -> None:
         self._engine, self._optimizer, self._in_backward = engine, optimizer, in_backward
         self._first_kept = 0  # bytes of buffers that the first step kept
 
     @property
     def cost(self) -> StateCost:
         """That of the Optimizer whose state takes the most, of this one and the others of the model."""
-        costs = [cost for one in self._optimizers() if (cost := one.state_cost) is not None]
-        return max(costs, key=lambda cost: cost.per_element)
+        mine = self._optimizer()
+        costs = [mine.state_cost if mine is not None else None, self._engine.optimizers.state_cost]
+        return max((cost for cost in costs if cost is not None), key=lambda cost: cost.per_element)
 
     def units(self, *, first: bool) -> list[UnitOnDevice]:
         found, sums = [], self._engine.accumulating.wide_sums and not first
@@ -68,23 +69,27 @@ class StepNeeds:
 
     def vectors(self) -> list[int]:
         """Bytes of each unit's optimizer state once all of it has been updated, without step counts."""
-        optimizers = self._optimizers()
-        units = range(len(self._engine.units))
-        return [sum(one.planned_state(number, full=True)[0] for one in optimizers) for number in units]
+        found = [0] * len(self._engine.units)
+        for optimizer in self._optimizers():
+            for number, nbytes in enumerate(optimizer.full_vectors()):
+                found[number] += nbytes
+        return found
 
-    def _optimizers(self) -> list[Updates]:
-        """This one, and the others of the model, but for those that it is about to replace."""
-        mine, attached = self._optimizer(), list[Updates](self._engine.optimizers)
-        if mine is None or mine in attached:
-            return attached
-        return [mine, *(other for other in attached if not other.indices & mine.indices)]
+    def _optimizers(self) -> list[WithState]:
+        """All that the model has, and the one that this belongs to. Until the engine knows it, without those that it
+        will replace."""
+        mine, known = self._optimizer(), list[WithState](self._engine.optimizers)
+        if mine is None or any(other is mine for other in known):
+            return known
+        return [mine, *(other for other in known if not other.indices & mine.indices)]
 
     def with_buffers(self, parts: Sequence[Taken], *, one_pass: bool) -> list[Taken]:
         """The parts of the first step, with what later steps add to them: buffers that are kept from the step before,
         up to the first complete gradient; units that backward prefetches once their order is known; vectors that a
         class of torch makes in updates, but not kernels of ours in `one_pass`; and in the end those of a norm."""
         units, pool = self._engine.units, self._engine.pool
-        wide = [unit for unit in units if not (self.cost.small or (one_pass and unit.dtypes.narrow))]
+        small = self.cost.small
+        wide = [unit for unit in units if not (small or (one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
         norm = NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0)
         at_end = max(scratch, 0 if self._in_backward else norm)  # step_in_backward does not clip

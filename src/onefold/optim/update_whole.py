@@ -142,7 +142,7 @@ class WholeUpdates:
         """Updates parameters of a unit that another class updates on shards."""
         factor = inputs.factor(narrow=rest.unit.dtypes.narrow)
         self._under_way.writes(rest.unit)
-        # what counts tensors of the device does not see those that an update makes on the host
+        # state that is made on the host is no memory of the device: modes that count bytes would take it for that
         with _disable_current_modes() if rest.unit.updated_on_host else nullcontext():
             rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
 

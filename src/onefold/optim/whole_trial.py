@@ -80,6 +80,12 @@ class StateForm(NamedTuple):
         return cls(like, vectors, sum(leaf.nbytes for leaf in tensors) - vectors, sizes)
 
     @property
+    def kept(self) -> tuple[int, int]:
+        """Bytes of tensors that move with the unit between device, host and disk, and of small ones."""
+        large = sum(nbytes for numel, nbytes in self.tensors if numel >= LEAST_NUMEL)
+        return large, sum(nbytes for _, nbytes in self.tensors) - large
+
+    @property
     def in_file(self) -> tuple[int, int]:
         """Bytes of what a file would keep, each tensor padded, and of what would stay in memory."""
         kept = sum(padded(nbytes, LEAF) for numel, nbytes in self.tensors if numel >= LEAST_NUMEL)

@@ -73,11 +73,6 @@ class WholeUnitOptimizer(UnitOptimizer):
         """Whether a parameter is updated as a whole tensor; else on shards."""
         return slot in self._groups
 
-    @property
-    def whole_names(self) -> list[str]:
-        """The parameters that are updated as whole tensors, on whatever rank."""
-        return [self.name(slot) for slot in self._groups]
-
     # -- who updates what ---------------------------------------------------------------------------------------------
 
     @property
@@ -267,7 +262,9 @@ class WholeUnitOptimizer(UnitOptimizer):
         live = [self._form(owned.slot) for owned in self._owned.values() if full or owned.state]
         vectors, others = self.rest.planned_state(cost_of, full=full) if self.rest is not None else (0, 0)
         on_disk = self.unit.image is not None
-        sizes = [form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live]
+        sizes = [
+            form.kept if full else form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live
+        ]
         return vectors + sum(size[0] for size in sizes), others + sum(size[1] for size in sizes)
 
     def _rows(self) -> list[dict[str, Any]]:

@@ -63,7 +63,12 @@ class AttachedOptimizer(Protocol):
         ...
 
     def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]:
-        """Bytes of one unit's optimizer state: of vectors, and of step counts; what it will be once it is `full`."""
+        """Bytes of one unit's optimizer state: of vectors, and of step counts. With `full`, once all of it has been
+        updated."""
+        ...
+
+    def full_vectors(self) -> list[int]:
+        """Bytes of each unit's optimizer state once all of it has been updated, without step counts."""
         ...
 
     @property

@@ -186,10 +186,6 @@ class Engine:
             [index for index, (old, new) in enumerate(trained) if old.placement != new.placement]
         )
 
-    def see_matrices(self, mine: frozenset[str], whole: frozenset[str]) -> None:
-        """An Optimizer has the parameters `mine`, by name, and updates those in `whole` as whole tensors."""
-        self.resolved = self.resolved.with_matrices(mine, whole)
-
     def tell_activations(self, why: str) -> None:
         """What activations="auto" has chosen, and the reason, or why it has not yet: shard() cannot know."""
         self._activations_why = why

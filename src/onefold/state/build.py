@@ -30,7 +30,7 @@ LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 
 def reserve(resolved: Resolved, rank: int, tiers: Tiers) -> None:
     """Raises unless there is room for what shard() itself puts on the host or on disk. The optimizer's state comes
-    later. What ranks of this machine have made by then counts as taken, so all of them ask before any makes it."""
+    later. The room is for all ranks of this machine together: each has to look before any of them takes its part."""
     needed = dict.fromkeys(Tier, 0)
     for spec in resolved.units:
         size = spec.size(rank, resolved.precision)
