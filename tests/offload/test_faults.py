@@ -116,7 +116,7 @@ def test_too_small_a_disk_is_said_before_anything_is_made(tmp_path) -> None:
 
 def first_after_asking(path: Path, pipe: Path) -> str:
     """What rank 1 does first after it has asked for room. Rank 0 asks once it has heard what that is."""
-    heard: list[str] = []
+    heard, asked = list[str](), list[bool]()
     reserve, file, agree = Tiers.reserve, Scratch.file, agreement.agree
 
     def reserves(*args: Any, **kwargs: Any) -> None:
@@ -134,7 +134,6 @@ def first_after_asking(path: Path, pipe: Path) -> str:
 
         return said
 
-    asked: list[bool] = []
     Tiers.reserve, Scratch.file = reserves, says("made a file", file)  # type: ignore[method-assign]
     agreement.agree = says("agreed", agree)
     built(str(path))

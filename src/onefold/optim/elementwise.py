@@ -10,6 +10,7 @@ run shows how many bytes of optimizer state the class keeps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,11 +110,7 @@ def first_state(
     cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The state that the class makes for a vector at its first update; read for its names, dtypes and devices."""
-    param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
-    optimizer = cls([param], **kwargs)
-    optimizer.param_groups[0].update(settings)
-    trained(optimizer, [param], [[torch.ones(ALIGN, dtype=dtype)]])
-    return dict(optimizer.state[param])
+    return _state_after((1.0,), cls, kwargs, settings, device, dtype)
 
 
 @on_numbers()
@@ -122,11 +119,19 @@ def cost_with(
 ) -> StateCost:
     """The bytes of state that the class keeps for parameters of a param group with these settings, found by running
     it."""
+    return _cost(_state_after(GRADIENTS, cls, kwargs, settings, device, dtype), ALIGN)
+
+
+def _state_after(
+    sizes: Sequence[float], cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:  # fmt: skip
+    """The state of a vector of ALIGN elements after steps whose gradients have these sizes."""
     param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
     optimizer = cls([param], **kwargs)
     optimizer.param_groups[0].update(settings)
-    trained(optimizer, [param], [[torch.full((ALIGN,), size, dtype=dtype)] for size in GRADIENTS])
-    return _cost(dict(optimizer.state[param]), ALIGN)
+    trained(optimizer, [param], [[torch.full((ALIGN,), size, dtype=dtype)] for size in sizes])
+    return dict(optimizer.state[param])
 
 
 def _cost(state: dict[str, Any], numel: int) -> StateCost:

@@ -56,8 +56,8 @@ SHORT = 0.9  # of the device's memory, once torch's allocator had to free what i
 
 
 class Placing:
-    """Decides for the units of one model, whose optimizer state costs so much. `in_backward` says when they are
-    updated, and `parks` whether optimizer state may be in host memory while a step runs."""
+    """Decides for the units of one model. `optimizer` is the one that this belongs to; `in_backward` says when it
+    updates, and `parks` whether optimizer state may be in host memory while a step runs."""
 
     def __init__(self, engine: Engine, optimizer: ReferenceType[WithState], *, in_backward: bool, parks: bool) -> None:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)

@@ -14,7 +14,7 @@ COMPARED = (bool, int, str, type(None))  # settings of these types; of floats, w
 
 
 class StateCosts:
-    """With `settings`, those of the Optimizer, and its moments in this `form`."""
+    """The costs of one class. `settings` are those that the Optimizer was made with, `form` is that of its moments."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], settings: dict[str, Any], form: str = "fp32") -> None:
         self.defaults: dict[str, Any] = {}  # all settings of the class, as the Optimizer has them

@@ -32,7 +32,7 @@ class WithState(Protocol):
 
 
 class StepNeeds:
-    """Of the units of one model. `optimizer` is the one that this belongs to, which the engine may not know yet;
+    """What steps of one model need. `optimizer` is the one that this belongs to, which the engine may not know yet;
     `in_backward` says when it updates."""
 
     def __init__(self, engine: Engine, optimizer: ReferenceType[WithState], *, in_backward: bool) -> None:
@@ -76,8 +76,8 @@ class StepNeeds:
         return found
 
     def _optimizers(self) -> list[WithState]:
-        """All that the model has, and the one that this belongs to. Until the engine knows it, without those that it
-        will replace."""
+        """The Optimizers of the model, with the one that this belongs to. While that is being made, those that it will
+        replace are left out."""
         mine, known = self._optimizer(), list[WithState](self._engine.optimizers)
         if mine is None or any(other is mine for other in known):
             return known

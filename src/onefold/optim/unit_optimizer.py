@@ -329,8 +329,8 @@ class UnitOptimizer:
         return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
 
     def planned_state(self, cost_of: Callable[[int], StateCost], *, full: bool = False) -> tuple[int, int]:
-        """Bytes of the state vectors and of the step counts, by formula, of what has been updated at least once, or of
-        all in the `full` state; `cost_of` says what state costs in a param group."""
+        """Bytes of the state vectors and of the step counts, by formula, of what has been updated at least once; with
+        `full`, once all of it has been. `cost_of` gives the cost of state by the number of its param group."""
         assert self.inner is not None or not self.by_group
         state = self.inner.state if self.inner is not None else {}
         live = [

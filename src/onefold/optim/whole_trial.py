@@ -81,7 +81,7 @@ class StateForm(NamedTuple):
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Bytes of tensors that move with the unit between device, host and disk, and of small ones."""
+        """Bytes of the tensors that move between device, host and disk with their unit, and of those too small to."""
         large = sum(nbytes for numel, nbytes in self.tensors if numel >= LEAST_NUMEL)
         return large, sum(nbytes for _, nbytes in self.tensors) - large
 

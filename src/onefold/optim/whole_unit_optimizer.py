@@ -261,10 +261,12 @@ class WholeUnitOptimizer(UnitOptimizer):
     def planned_state(self, cost_of: Callable[[int], StateCost], *, full: bool = False) -> tuple[int, int]:
         live = [self._form(owned.slot) for owned in self._owned.values() if full or owned.state]
         vectors, others = self.rest.planned_state(cost_of, full=full) if self.rest is not None else (0, 0)
-        on_disk = self.unit.image is not None
-        sizes = [
-            form.kept if full else form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live
-        ]
+        if full:
+            sizes = [form.kept for form in live]
+        elif self.unit.image is not None:
+            sizes = [form.in_file for form in live]
+        else:
+            sizes = [(form.vector_bytes, form.other_bytes) for form in live]
         return vectors + sum(size[0] for size in sizes), others + sum(size[1] for size in sizes)
 
     def _rows(self) -> list[dict[str, Any]]:
