@@ -1,8 +1,9 @@
 """One AdamW update of 16-bit parameters on a CPU: our kernel against torch's classes with casts around them.
 
-All have bf16 gradients and a bf16 copy, fp32 moments, and an fp32 master or its split form. They take turns, so that
-drift of the machine hits all alike; the order rotates. Medians, and ratios to the kernel in the same round. With one
-thread its CPU time counts, which means something on a busy machine too; with more, what a clock shows.
+All have bf16 gradients and a bf16 copy, and an fp32 master or its split form; moments are fp32, or in the kernel's
+smaller forms. They take turns, so that drift of the machine hits all alike; the order rotates. Medians, and ratios to
+the kernel in the same round. With one thread its CPU time counts, which means something on a busy machine too; with
+more, what a clock shows.
 
     python benchmarks/cpu_update.py
     python benchmarks/cpu_update.py --numel 268435456 --threads 16 --rounds 7
@@ -18,13 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.optim.kernels.cpu import fits, update
+from onefold.optim.kernels.cpu import fits, update, update_small
 from onefold.optim.kernels.rule import next_step
+from onefold.optim.kernels.small import SmallStep, moments_in
 from onefold.optim.kernels.threads import threads_here
+from onefold.state.random_rounding import keys_of
 from onefold.state.rounding import join, narrow, split
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
-MOVED_BYTES = {"kernel, split master": 26, "kernel, fp32 master": 28, "copy of fp32": 8}  # per parameter
+MOVED_BYTES = {  # per parameter
+    "kernel, split master": 26,
+    "kernel, fp32 master": 28,
+    "kernel, split, bf16 state": 18,
+    "kernel, split, 8-bit state": 14,
+    "copy of fp32": 8,
+}
 Step = Callable[[], object]
 
 
@@ -34,6 +43,18 @@ def kernel(values: Tensor, grad: Tensor, copy: Tensor, master: Tensor, threads: 
 
     def step() -> None:
         update(next_step(torch.optim.AdamW, ADAMW, state, grad.numel(), grad.device), grad, copy, master, 1.0, threads)
+
+    return step
+
+
+def small_kernel(form: str, grad: Tensor, copy: Tensor, master: Tensor, threads: int) -> Step:
+    state: dict[str, Any] = {}
+
+    def step() -> None:
+        rule = next_step(torch.optim.AdamW, ADAMW, state, grad.numel(), grad.device, form)
+        keys = keys_of(0, "weight", int(state["step"]))
+        small = SmallStep(rule, moments_in(torch.optim.AdamW, ADAMW, state), keys, 0)
+        update_small(small, grad, copy, master, 1.0, threads, edits=False)
 
     return step
 
@@ -60,10 +81,15 @@ def contenders(numel: int, threads: int) -> dict[str, Step]:
     rest, copy, target = torch.empty(numel, dtype=torch.int16), values.bfloat16(), torch.empty_like(values)
     split(values, copy, rest)
     own = [values.clone() for _ in range(5)]
-    copies = [torch.empty_like(copy) for _ in range(4)]
+    copies = [torch.empty_like(copy) for _ in range(6)]
+    rests = [rest.clone() for _ in range(2)]
+    for one in copies[4:]:
+        one.copy_(copy)
     return {
         "kernel, split master": kernel(values, grad, copy, rest, threads),
         "kernel, fp32 master": kernel(values, grad, copies[0], own[0], threads),
+        "kernel, split, bf16 state": small_kernel("bf16", grad, copies[4], rests[0], threads),
+        "kernel, split, 8-bit state": small_kernel("8bit", grad, copies[5], rests[1], threads),
         "torch fused, casts": by_torch(own[1], grad, lambda: copies[1].copy_(own[1]), fused=True),
         "torch foreach, casts": by_torch(own[2], grad, lambda: copies[2].copy_(own[2]), foreach=True),
         "torch fused, our rounding": by_torch(own[3], grad, lambda: narrow(own[3], copies[3]), fused=True),

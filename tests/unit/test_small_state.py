@@ -239,6 +239,41 @@ def test_the_kernel_and_operations_of_torch_give_the_same_bits(form: str) -> Non
                     assert torch.equal(bits_of(vectors.values()), bits_of(reference)), (cls, dtype, master)
 
 
+NEAR = [  # a block's exponents: close together; around the least code of a first and of a second moment; at the ends
+    st.lists(st.integers(low << 23, (high << 23) - 1), min_size=BLOCK, max_size=BLOCK)
+    for low, high in ((120, 128), (112, 129), (96, 129), (250, 255), (0, 3), (0, 34))
+]
+SPARSE = st.tuples(st.sampled_from([0.0, 0.3, 0.9]), st.integers(0, 100))
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs a C compiler")
+@settings(deadline=None, max_examples=200)
+@given(blocks=st.lists(st.one_of(*NEAR), min_size=8, max_size=8), sparse=SPARSE)
+@example(blocks=[(ADVERSE_BITS * BLOCK)[at * 7 : at * 7 + BLOCK] for at in range(8)], sparse=(0.0, 0))
+@example(blocks=[(ADVERSE_BITS * BLOCK)[at * 7 : at * 7 + BLOCK] for at in range(8)], sparse=(0.3, 1))
+def test_the_kernel_codes_every_block_as_operations_of_torch_do(
+    blocks: list[list[int]], sparse: tuple[float, int]
+) -> None:
+    """SGD's first moment is the gradient itself; Adam's have its bits and its square's. Blocks without small elements
+    take a shorter way."""
+    share, seed = sparse
+    draw = torch.Generator().manual_seed(seed)
+    words = torch.tensor([word for block in blocks for word in block])
+    words ^= torch.randint(0, 2, words.shape, generator=draw) << 31  # signs
+    words[torch.rand(words.shape, generator=draw) < share] = 0
+    grad = floats(words.tolist())
+    root = grad.abs().sqrt()  # whose squares are where these blocks are
+    for cls, chosen, given_grad in ((SGD, {"lr": 0.0, "momentum": 0.9}, grad), (AdamW, {"betas": (0.0, 0.0)}, root)):
+        group = {key: v for key, v in cls([torch.zeros(1)], **chosen).param_groups[0].items() if key != "params"}
+        by_torch, by_kernel, numel = dict[str, Any](), dict[str, Any](), grad.numel()
+        for _ in range(2):
+            [step] = steps_of(cls, group, by_torch, numel, "8bit", Span(0, numel))
+            small.update(step, given_grad, torch.zeros(numel), 1.0)
+            [step] = steps_of(cls, group, by_kernel, numel, "8bit", Span(0, numel))
+            cpu.update_small(step, given_grad, None, torch.zeros(numel), 1.0, 1, edits=False)
+            assert same_state(by_torch, by_kernel), (cls, words)
+
+
 def test_a_flag_on_the_device_leaves_everything_as_it_was() -> None:
     group = {key: v for key, v in AdamW([torch.zeros(1)]).param_groups[0].items() if key != "params"}
     for form in ("bf16", "8bit"):

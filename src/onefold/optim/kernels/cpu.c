@@ -25,6 +25,7 @@ update. There each operation is rounded by itself: the arithmetic of small.py, o
 #define TILE 512 /* elements */
 #define BLOCK 16 /* tiles that a thread takes at once */
 #define CODED 64 /* elements of 8 bits that share a scale */
+#define SPREAD 0x9E3779B1u /* between the random bits of neighbours, before they are mixed */
 #define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
@@ -286,8 +287,8 @@ int onefold_update(const Step *s, const Slice *slice, const Slice *to, int64_t n
 
 /* -- small forms of moments ---------------------------------------------------------------------------------------- */
 
-INLINE uint32_t random_bits(const Coding *c, uint32_t index) {
-    uint32_t bits = index * 0x9E3779B1u + c->key[0];
+INLINE uint32_t random_bits(const Coding *c, uint32_t bits) { /* of the element whose index times SPREAD this is */
+    bits += c->key[0];
     bits ^= bits >> 16;
     bits = (bits * 0x21F0AAADu) ^ c->key[1];
     bits ^= bits >> 15;
@@ -311,21 +312,34 @@ INLINE int least_exponent(const int second) { return second ? 31 : 15; } /* belo
 
 INLINE void code_block(const int second, const float *restrict values, const uint32_t *restrict random,
                        uint8_t *restrict codes, uint8_t *restrict scale) {
-    int32_t largest = 0;
-#pragma omp simd reduction(max : largest)
+    uint32_t most = 0, rest = UINT32_MAX; /* the largest size, and the smallest but 0, less one */
+#pragma omp simd reduction(max : most) reduction(min : rest)
     for (int i = 0; i < CODED; i++) {
-        int32_t size = (int32_t)size_of(values[i]);
-        largest = largest > size ? largest : size;
+        uint32_t size = bits_of(values[i]) & 0x7FFFFFFFu, one_less = size - 1u;
+        most = most > size ? most : size;
+        rest = rest < one_less ? rest : one_less;
     }
+    const int32_t largest = (int32_t)size_of(float_of(most));
     int32_t exponent = (largest + 0x1FFFFF) >> 23, lowest = least_exponent(second) + 1;
     exponent = exponent < lowest ? lowest : exponent > 255 ? 255 : exponent;
     *scale = (uint8_t)exponent;
     const int32_t least = (exponent - least_exponent(second)) << 23; /* the value of code 1, as bits */
+    if (rest >= (uint32_t)least - 1u && most < 0x7F000000u) { /* most blocks: no size below code 1, none may overflow */
+        const uint32_t start = (uint32_t)least - (1u << 20);
+#pragma omp simd
+        for (int i = 0; i < CODED; i++) {
+            uint32_t bits = bits_of(values[i]), size = bits & 0x7FFFFFFFu;
+            uint32_t above = size - start + ((second ? random[i] >> 12 : random[i]) & 0xFFFFFu);
+            uint32_t code = size ? above >> 20 : 0u;
+            codes[i] = (uint8_t)(second ? code : code | ((bits >> 24) & 0x80u));
+        }
+        return;
+    }
 #pragma omp simd
     for (int i = 0; i < CODED; i++) {
         int32_t size = (int32_t)size_of(values[i]), bits = (int32_t)((second ? random[i] >> 12 : random[i]) & 0xFFFFFu);
-        int32_t above = size - least, up = above + bits, most = 0x7F7FFFFF - least;
-        up = up < most ? up : most;
+        int32_t above = size - least, up = above + bits, finite = 0x7F7FFFFF - least;
+        up = up < finite ? up : finite;
         above = size < 0x7F800000 ? up : above;
         int32_t shift = (least >> 23) - (size >> 23) + 3;
         shift = shift < 0 ? 0 : shift > 31 ? 31 : shift;
@@ -337,11 +351,11 @@ INLINE void code_block(const int second, const float *restrict values, const uin
 }
 
 INLINE void decode_block(const int second, const uint8_t *restrict codes, uint8_t scale, float *restrict values) {
-    const uint32_t least = (uint32_t)((int32_t)scale - least_exponent(second)) << 23;
+    const uint32_t start = ((uint32_t)((int32_t)scale - least_exponent(second)) << 23) - (1u << 20);
 #pragma omp simd
     for (int i = 0; i < CODED; i++) {
         uint32_t code = codes[i], size = second ? code : code & 0x7Fu;
-        uint32_t bits = size ? ((size - 1u) << 20) + least : 0u;
+        uint32_t bits = size ? (size << 20) + start : 0u;
         values[i] = float_of(second ? bits : bits | ((code & 0x80u) << 24));
     }
 }
@@ -413,9 +427,9 @@ static void update_tile(const Step *s, Tile *t) {
     if (s->decay != 0.0f)
         EACH(grad[i] = grad[i] + value[i] * s->decay)
     if (s->rule == ADAM) {
-        EACH(first[i] = first[i] * s->beta1 + grad[i] * s->rest1)
-        EACH(second[i] = second[i] * s->beta2 + grad[i] * grad[i] * s->rest2)
-        EACH(value[i] = value[i] * s->shrink - s->size * first[i] / (sqrtf(second[i]) * s->root + s->eps))
+        EACH(first[i] = first[i] * s->beta1 + grad[i] * s->rest1;
+             second[i] = second[i] * s->beta2 + grad[i] * grad[i] * s->rest2;
+             value[i] = value[i] * s->shrink - s->size * first[i] / (sqrtf(second[i]) * s->root + s->eps))
         return;
     }
     EACH(first[i] = first[i] * s->beta1 + grad[i])
@@ -433,7 +447,9 @@ static void small_tile(const Step *s, const Coding *c, Slice slice, const Coded 
         widen(c->form, m, (char *)coded->moment[m] + at * itemsize, coded->scale[m] + at / CODED, t.moment[m]);
     update_tile(s, &t);
     write_tile(s, &slice, &t);
-    EACH(t.random[i] = random_bits(c, c->start + (uint32_t)at + (uint32_t)i))
+    uint32_t spread = (c->start + (uint32_t)at) * SPREAD;
+    for (int i = 0; i < TILE; i++, spread += SPREAD)
+        t.random[i] = random_bits(c, spread);
     for (int m = 0; m < moments(s); m++)
         code(c->form, m, t.moment[m], t.random, (char *)coded->moment[m] + at * itemsize, coded->scale[m] + at / CODED);
 }
