@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from onefold.optim.kernels.cpu import fits, update, update_small
 from onefold.optim.kernels.rule import next_step
-from onefold.optim.kernels.small import SmallStep, moments_in
+from onefold.optim.kernels.small import next_small_step
 from onefold.optim.kernels.threads import threads_here
-from onefold.state.random_rounding import keys_of
 from onefold.state.rounding import join, narrow, split
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
@@ -51,9 +50,7 @@ def small_kernel(form: str, grad: Tensor, copy: Tensor, master: Tensor, threads:
     state: dict[str, Any] = {}
 
     def step() -> None:
-        rule = next_step(torch.optim.AdamW, ADAMW, state, grad.numel(), grad.device, form)
-        keys = keys_of(0, "weight", int(state["step"]))
-        small = SmallStep(rule, moments_in(torch.optim.AdamW, ADAMW, state), keys, 0)
+        small = next_small_step(torch.optim.AdamW, ADAMW, state, grad.numel(), grad.device, form)
         update_small(small, grad, copy, master, 1.0, threads, edits=False)
 
     return step

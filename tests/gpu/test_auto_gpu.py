@@ -29,6 +29,7 @@ SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
 WIDE = Shape(layers=8, hidden=512, heads=4, seq=16, vocab=512)  # 50 MB of parameters in bf16, few activations
 # 134 MB of logits in fp32, 185 MB of parameters in bf16
 LOGITS = Shape(layers=24, hidden=512, heads=4, seq=512, vocab=16384)
+DEEP = Shape(layers=24, hidden=512, heads=4, seq=16, vocab=512)  # 152 MB of parameters in bf16
 STEPS = 4
 
 
@@ -41,7 +42,13 @@ class Run(NamedTuple):
 
 
 def train(
-    offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int, ...] = (4,) * STEPS, shape: Shape = SHAPE
+    offload: Any,
+    *,
+    stage: int = 3,
+    inside: bool = False,
+    rows: tuple[int, ...] = (4,) * STEPS,
+    shape: Shape = SHAPE,
+    optimizer: type[torch.optim.AdamW] = torch.optim.AdamW,
 ) -> Run:
     torch.cuda.set_device(0)
     onefold.init()
@@ -51,7 +58,7 @@ def train(
     model = onefold.shard(
         initialised_gpt(shape).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
     )
-    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside)
+    adam = onefold.Optimizer(model, optimizer, lr=1e-3, step_in_backward=inside)
     losses, peaks = [], []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -106,6 +113,39 @@ def test_gradients_that_wait_for_host_updates_take_no_room_before_they_are_there
     """No gradient waits while the loss is computed, the fullest instant of this model: state fills that room."""
     ((peak, budget, tiers),) = run_ranks(1, fullest_at_the_logits, timeout_s=180)
     assert 0.85 * budget <= peak <= budget and tiers == {"device", "host"}, (peak, budget, tiers)
+
+
+class OnSlowHost(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        if not any(param.is_cuda for group in self.param_groups for param in group["params"]):
+            time.sleep(0.02)  # an update that takes long
+        return super().step(closure)
+
+
+def beside_waiting_gradients() -> tuple[int, int, list[tuple[int, int]]]:
+    """Of a model with many units, of which the host updates most in the first backward: how many there are, bytes of
+    the budget, and with a fast and a slow host the bytes at the peak and the units that the device updates."""
+    train(None, shape=DEEP, inside=True)  # what cuBLAS keeps is there from now on
+    there, away = train(None, shape=DEEP, inside=True), train("host", shape=DEEP, inside=True)
+    gc.collect()  # their models
+    before = torch.cuda.memory_allocated()
+    budget = int((away.peak + 0.3 * (there.peak - away.peak) + before) / 0.95)
+    found = []
+    for optimizer in (torch.optim.AdamW, OnSlowHost):
+        offload = onefold.Offload(optimizer="auto", device_bytes=budget)
+        auto = train(offload, shape=DEEP, inside=True, optimizer=optimizer)
+        found.append((auto.peak + before, auto.tiers.count(Tier.DEVICE)))
+        units = len(auto.tiers)
+        del auto
+        gc.collect()
+    return units, budget, found
+
+
+def test_gradients_that_wait_for_a_slow_host_in_the_first_step_count_once() -> None:
+    """As many wait as may in any step: the plan has them already. A fast host leaves as much room."""
+    ((units, budget, ((fast, there), (slow, beside))),) = run_ranks(1, beside_waiting_gradients, timeout_s=180)
+    assert max(fast, slow) <= budget and there < units, (budget, fast, slow, there, units)
+    assert abs(there - beside) <= 1, (units, budget, fast, slow, there, beside)
 
 
 def all_of_it() -> tuple[set[str], bool]:

@@ -103,6 +103,27 @@ def test_beside_a_small_disk_a_slower_split_that_fits_it_is_chosen() -> None:
     assert slower > 10 and lacks > 10, "disks were to be both large enough for a slower split and too small for any"
 
 
+def test_of_units_of_many_sizes_the_host_gets_what_it_can_hold() -> None:
+    """Buffers on the host are three times as large as its largest unit. The units that fill the device from the front
+    leave it too much of them; of so many sizes no seconds are compared."""
+    sizes = [*range(20, 10, -1), 60]
+    units = [UnitSeconds(s, 2 * s, s / 10, s, s) for s in sizes]
+
+    def on_host(tiers: list[Tier]) -> int:
+        rest = [size for size, tier in zip(sizes, tiers, strict=True) if tier is not Tier.DEVICE]
+        return sum(rest) + 3 * max(rest)
+
+    def chosen(host: float) -> list[Tier]:
+        return fastest(
+            units, Overlap(True, True), candidates=range(len(sizes)),
+            fits_device=lambda on: sum(sizes[at] for at in on) <= 80,
+            lacking=lambda tiers: max(on_host(tiers) - host, 0),
+        )  # fmt: skip
+
+    assert on_host(chosen(math.inf)) > 300 and on_host(chosen(200)) <= 200
+    assert chosen(300)[-1] is Tier.DEVICE and chosen(0)[-1] is Tier.DEVICE
+
+
 def test_units_that_are_alike_stay_from_the_front_and_the_last_are_on_disk() -> None:
     for seed in range(20):
         for units in (6, 40):  # of 40 units not every split is compared

@@ -16,6 +16,7 @@ class Taken(NamedTuple):
     nbytes: int
     reduced: frozenset[int] = frozenset()  # trained units, by number, whose gradients were complete when it ended
     coming: frozenset[int] = frozenset()  # trained units, by number, whose forward had not begun when it ended
+    waited: int = 0  # of these bytes, gradients that waited all the time for host updates
 
 
 class UnitOnDevice(NamedTuple):
@@ -74,14 +75,20 @@ class Changes(NamedTuple):
 
     def of(self, nbytes: Sequence[int]) -> int:
         """By how much the sum over the set has grown."""
-        return sum(nbytes[unit] for unit in self.came) - sum(nbytes[unit] for unit in self.left)
+        grown = 0  # loops: a unit or none is in each, and they run for every part of a step and hundreds of splits
+        for unit in self.came:
+            grown += nbytes[unit]
+        for unit in self.left:
+            grown -= nbytes[unit]
+        return grown
 
 
 class Room:
     """What a step took on the device, and what it would take if the device updated other units.
 
     `UnitOnDevice.waits` adds gradients that wait there for host updates: from the reduction of their unit to its next
-    forward, which waits for the update. All together have a limit.
+    forward, which waits for the update. All together have a limit. They replace those that the measured step had
+    (`Taken.waited`), whose number depends on how fast the host was.
     """
 
     def __init__(self, parts: Sequence[Taken], units: Sequence[UnitOnDevice]) -> None:
@@ -91,7 +98,7 @@ class Room:
         for part in parts:  # each with the units reduced, those that wait, and those reduced for the first time
             reduced = Changes.between(before.reduced, part.reduced)
             waiting = Changes.between(before.reduced | before.coming, part.reduced | part.coming)
-            self._parts.append((part.nbytes, reduced, waiting, sorted(part.reduced - updated)))
+            self._parts.append((part.nbytes - part.waited, reduced, waiting, sorted(part.reduced - updated)))
             before, updated = part, updated | part.reduced
 
     def needed_bytes(self, on_device: Collection[int]) -> int:
@@ -105,6 +112,9 @@ class Room:
         >>> one = UnitOnDevice(state=100, gradient=0, state_now=100, made_now=60)
         >>> Room([Taken(500), Taken(400, frozenset([0])), Taken(510, frozenset([0]))], [one]).needed_bytes([0])
         560
+        >>> room = Room([Taken(500), Taken(480, frozenset(range(4)), waited=15)], units)
+        >>> room.needed_bytes([]), room.needed_bytes([0, 1])  # 20 may wait, of all or of the others
+        (500, 705)
         """
         states, gradients, waits = 0, list[int](), list[int]()
         for number, unit in enumerate(self._units):
@@ -120,5 +130,6 @@ class Room:
             reduced_bytes += reduced.of(gradients)
             waiting_now += waiting.of(waits)
             most = max(most, nbytes + states + unmade + reduced_bytes + min(waiting_now, limit))
-            unmade -= sum(made[unit] for unit in first)
+            for number in first:
+                unmade -= made[number]
         return most

@@ -141,10 +141,11 @@ class Rates:
         """Blocks that ran for seconds: tokens, hidden size, width of a head, length, seconds of both passes."""
         return self._rows("sustained", dtype)
 
-    def update_rate(self, tier: str, per_element: float) -> float | None:
+    def update_rate(self, tier: str, per_element: float, form: str = "fp32") -> float | None:
         """Bytes per second that an update on the `device` or the `host` reads and writes, of an optimizer with about so
-        many bytes per parameter; None if it was not measured."""
-        rows = (self.record.get("updates") or {}).get(tier)
+        many bytes per parameter and moments in this form; None if neither it nor fp32 moments were measured."""
+        updates = self.record.get("updates") or {}
+        rows = updates.get(small_updates(tier, form)) or updates.get(tier)
         if not rows:
             return None
         best = min(rows, key=lambda row: abs(row[1] - per_element))
@@ -211,6 +212,11 @@ class Rates:
                          f"{1e3 * record['host']['block']:.3g} ms for a block")  # fmt: skip
         left = record.get("left_out") or ()
         return found + ([f"not measured: {', '.join(left)}"] if left else [])
+
+
+def small_updates(tier: str, form: str) -> str:
+    """What a record calls updates on a tier with moments in a small form."""
+    return f"{tier}, {form} moments"
 
 
 def _even(inputs: float, outputs: float) -> bool:

@@ -14,7 +14,6 @@ host update that compute hides would cost nothing, but it takes memory bandwidth
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import combinations
@@ -23,11 +22,11 @@ from typing import NamedTuple
 from onefold.cost.hardware import Hardware
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost
-from onefold.cost.transfers import host_update_s, transfers_of, update_bytes
+from onefold.cost.transfers import host_update_s, transfers_of, update_rate
 from onefold.settings.placement import Placement, Tier
 
 SLOWED = 0.12  # seconds of the device for each second in which the host updates beside it
-KINDS = 6  # sizes of units, up to which splits near the one filled from the front are compared: more have too many
+KINDS = 6  # sizes of units, up to which splits near one that is possible are compared by seconds: more have too many
 EXACT_UNITS = 6  # up to so many units all splits are compared; beyond, those near the one filled from the front
 
 
@@ -108,27 +107,23 @@ def seconds_of(
     backward_s: float,
 ) -> list[UnitSeconds]:
     """Seconds of each trained unit, where `ranks` share the host; forward and backward are divided by elements."""
-    rates = machine.rates
     every = sum(unit.numel for unit in units) or 1
     found = []
     for unit, placement in zip(units, placements, strict=True):
         if not unit.trained:
             continue
-        touched = update_bytes(unit.widths, cost)
-        device_rate = (rates and rates.update_rate("device", touched)) or machine.memory_rate
-        host_rate = (rates and rates.update_rate("host", touched)) or machine.host_rate
+        device_rate, host_rate = (update_rate(machine, tier, unit.widths, cost) for tier in (Tier.DEVICE, Tier.HOST))
         by_tier = [
             transfers_of([unit], [placement.on(tier, placement.parameters_tier)], cost)
             for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
         ]
-        on_host = dataclasses.replace(machine, host_rate=host_rate, rates=None)
         share = unit.numel / every
         found.append(
             UnitSeconds(
                 share * forward_s,
                 share * backward_s,
                 by_tier[0].device / device_rate,
-                *(host_update_s(moved, on_host, ranks) for moved in by_tier[1:]),
+                *(host_update_s(moved, machine, host_rate, ranks) for moved in by_tier[1:]),
             )
         )
     return found
@@ -140,7 +135,7 @@ Units = frozenset[int]
 class SplitCost(NamedTuple):
     """By which splits are compared; the least is the best."""
 
-    lacking_bytes: int  # of the disk
+    lacking_bytes: int  # of the disk, or without one of host memory
     seconds: float
 
 
@@ -154,7 +149,7 @@ def fastest(
     lacking: Callable[[list[Tier]], int] = lambda tiers: 0,
 ) -> list[Tier]:
     """The tier of each unit's state: of the splits that fill the device with `candidates` and then the host, those for
-    which the disk lacks the fewest bytes (`lacking`), and of these the one with the fewest seconds. `fits_device` says
+    which the fewest bytes are `lacking` elsewhere, and of these the one with the fewest seconds. `fits_device` says
     whether units fit on the device, `fits_host` whether units fit in host memory beside those on the device. If a set
     fits, every part of it must fit too."""
     found: dict[Units, tuple[SplitCost, list[Tier]]] = {}
@@ -195,9 +190,9 @@ def _best(
         fitting = [chosen for chosen in sets if fits(chosen)]
         full = [one for one in fitting if not any(one < other for other in fitting)]
         return min(full, key=lambda chosen: _key(chosen, cost), default=frozenset())
-    best = filled(order, fits, kind)
-    better = len({kind(one) for one in order}) <= KINDS
-    while better:
+    best, few = filled(order, fits, kind), len({kind(one) for one in order}) <= KINDS
+    better = True
+    while better and (few or cost(best).lacking_bytes):
         orders = []
         for index in {kind(one): one for one in reversed(order) if one not in best}.values():  # the first of each kind
             orders.append([index, *(one for one in order if one != index)])

@@ -26,6 +26,11 @@ class StateCost(NamedTuple):
     per_block: int = 0  # per ALIGN elements: the scales of state in 8 bits
     small: bool = False  # in a small form, which kernels update in one pass in every precision
 
+    @property
+    def form(self) -> str:
+        """That of the moments: fp32, bf16 or 8bit."""
+        return "fp32" if not self.small else "8bit" if self.per_block else "bf16"
+
     def vectors(self, numel: int) -> int:
         """Bytes of all state that has a value for each element, or for each block of them."""
         return numel * self.per_element + -(-numel // ALIGN) * self.per_block

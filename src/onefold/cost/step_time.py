@@ -14,8 +14,8 @@ from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equa
 from onefold.cost.sizes import UnitSize
 from onefold.cost.summing import moved_per_gradient
 from onefold.cost.tiles import LAUNCH_S, launch_s
-from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_bytes
-from onefold.settings.placement import Scope
+from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_rate
+from onefold.settings.placement import Scope, Tier
 from onefold.settings.widths import Widths
 
 
@@ -109,9 +109,7 @@ class StepTime:
     @property
     def _update_rate(self) -> float:
         """Bytes per second that updates on the device read and write."""
-        rates = self.case.hardware.rates
-        found = rates and rates.update_rate("device", update_bytes(self.case.work.widths, self.case.cost))
-        return found or self.case.hardware.memory_rate
+        return update_rate(self.case.hardware, Tier.DEVICE, self.case.work.widths, self.case.cost)
 
     @property
     def _matrices_s(self) -> float:
@@ -127,7 +125,10 @@ class StepTime:
     @cached_property
     def host_update_s(self) -> float:
         """Seconds of one step's host updates, hidden or not."""
-        return host_update_s(self.case.transfers, self.case.hardware, self.case.ranks_per_node)
+        case, rate = self.case, self.case.hardware.host_rate
+        if case.cost.small:  # bound by compute
+            rate = min(rate, update_rate(case.hardware, Tier.HOST, case.work.widths, case.cost))
+        return host_update_s(case.transfers, case.hardware, rate, case.ranks_per_node)
 
     def _update_s(self, compute: float) -> tuple[float, float]:
         """Seconds that a step waits for updates, and for other transfers between device, host and disk."""

@@ -41,6 +41,12 @@ def update_bytes(widths: Widths, cost: StateCost) -> int:
     return 2 * (widths.master + cost.per_element) + widths.grad + accesses * widths.compute
 
 
+def update_rate(hardware: Hardware, tier: Tier, widths: Widths, cost: StateCost) -> float:
+    """Bytes per second that updates on the device or the host read and write."""
+    found = hardware.rates and hardware.rates.update_rate(tier.value, update_bytes(widths, cost), cost.form)
+    return found or (hardware.memory_rate if tier is Tier.DEVICE else hardware.host_rate)
+
+
 def transfers_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost) -> TransferBytes:
     """Bytes of all units."""
     # Units come by the hundred and are of few sizes. A placement and widths are many units' own objects.
@@ -74,11 +80,12 @@ def _transfers_of(unit: UnitSize, placement: Placement, cost: StateCost) -> Tran
     )
 
 
-def host_update_s(transfers: TransferBytes, hardware: Hardware, ranks: int) -> float:
-    """Seconds of one step's host updates, hidden or not; `ranks` share the host and its disk."""
+def host_update_s(transfers: TransferBytes, hardware: Hardware, rate: float, ranks: int) -> float:
+    """Seconds of one step's host updates, which read and write at this `rate`, hidden or not; `ranks` share the host
+    and its disk."""
     pcie = max(transfers.down, transfers.up) / hardware.pcie_rate
     disk = transfers.disk * ranks / hardware.disk_rate if transfers.disk else 0.0
-    return max(transfers.host * ranks / hardware.host_rate, pcie, disk)
+    return max(transfers.host * ranks / rate, pcie, disk)
 
 
 def overlapped_s(forward_s: float, backward_s: float, *, late: bool, in_backward: bool) -> float:

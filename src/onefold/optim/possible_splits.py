@@ -12,7 +12,7 @@ import torch
 from onefold.cost.automatic import host_need, told_of
 from onefold.cost.filling import Room, Taken, with_blocks
 from onefold.cost.machine import here
-from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
+from onefold.cost.splits import Overlap, UnitSeconds, fastest, seconds_of, split_s, tiers_of
 from onefold.cost.states import parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
@@ -58,13 +58,14 @@ class PossibleSplits:
         return self.split(planned, every, lambda chosen: True)
 
     def planned_seconds(self) -> Planned:
-        """The planner's seconds of each unit, with passes as long as on the slowest rank. Collective."""
+        """The planner's seconds of each unit, with a forward as long as on the slowest rank, and a backward of two; or
+        of three, where blocks are computed again. Collective."""
         sizes, placements = self._needs.rows()
-        resolved, passes_s = self._engine.resolved, self._agreed.largest(self._engine.watch.passes_s)
-        shares = 3 if resolved.settings.activations == "keep" else 4  # a step in forwards: backward may run one again
+        resolved, forward_s = self._engine.resolved, self._agreed.largest(self._engine.watch.forward_s)
+        backward_s = (2 if resolved.settings.activations == "keep" else 3) * forward_s
         seconds = seconds_of(
             sizes, placements, self._needs.cost, here(resolved.device), ranks=_local_ranks(),
-            forward_s=passes_s / shares, backward_s=passes_s - passes_s / shares,
+            forward_s=forward_s, backward_s=backward_s,
         )  # fmt: skip
         cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
         hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
@@ -72,26 +73,26 @@ class PossibleSplits:
         used = self._disk.used
         files = self._agreed.largest_of_each(self._disk.file_bytes()) if used else []
         disk_bytes = self._agreed.smallest(self._disk.room_bytes) if used else 0
-        return Planned(seconds, overlap, self.host_room(), files, disk_bytes, passes_s / shares)
+        return Planned(seconds, overlap, self.host_room(), files, disk_bytes, forward_s)
 
     def split(
         self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
     ) -> list[Tier]:
-        """The fastest split of those that fit the device and, where state may be on disk, the host and the disk. If
-        none fits the disk, the one that comes nearest."""
+        """The fastest split of those that fit the device, the host and, where state may be there, the disk. If none
+        fits them all, the one that comes nearest."""
         rows, count, cost, backward = self._needs.rows(), len(self._engine.units), self._needs.cost, self._in_backward
 
-        def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
-            tiers = tiers_of(count, on_device, on_host)
-            return not self._disk.used or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
+        def host_lacks(tiers: Sequence[Tier]) -> int:
+            return max(host_need(*rows, tiers, cost=cost, in_backward=backward) - planned.host_bytes, 0)
 
-        def lacking(tiers: list[Tier]) -> int:
+        def disk_lacks(tiers: Sequence[Tier]) -> int:
             on_disk = sum(nbytes for nbytes, tier in zip(planned.files, tiers, strict=True) if tier is Tier.DISK)
             return max(on_disk - planned.disk_bytes, 0)
 
         return fastest(
-            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host,
-            lacking=lacking if self._disk.used else lambda tiers: 0,
+            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device,
+            fits_host=lambda *chosen: not (self._disk.used and host_lacks(tiers_of(count, *chosen))),
+            lacking=disk_lacks if self._disk.used else host_lacks,
         )  # fmt: skip
 
     def checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
@@ -150,14 +151,9 @@ class PossibleSplits:
             return self.split(planned, may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
 
         def fits(parts: list[Taken]) -> bool:
-            room = Room(parts, units)
-            if room.needed_bytes(()) > most_bytes:
+            if Room(parts, units).needed_bytes(()) > most_bytes:
                 return False
-            on_device = filled(
-                may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes, lambda at: units[at].state
-            )
-            tiers = tiers_of(len(units), on_device, range(len(units)))
-            need = host_need(*rows, tiers, cost=self._needs.cost, in_backward=self._in_backward)
+            need = host_need(*rows, split(parts), cost=self._needs.cost, in_backward=self._in_backward)
             return self._disk.used or need <= planned.host_bytes
 
         def seconds(parts: list[Taken], count: int) -> float:

@@ -67,6 +67,10 @@ class UpdateInBackward(NoUpdates):
     def lent_bytes(self) -> int:
         return self.host.budget.total_bytes if self.host is not None else 0
 
+    @property
+    def lent_now(self) -> int:
+        return self.host.budget.taken_bytes if self.host is not None else 0
+
     def reduction_starts(self, index: int) -> None:
         """Starts to exchange which of the unit's parameters each rank used. The parameters change when the reduction
         ends, so the shards of them that peers have posted are received now."""

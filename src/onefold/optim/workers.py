@@ -94,18 +94,18 @@ class ByteBudget:
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
-        self._taken = 0
+        self.taken_bytes = 0
         self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._taken <= 0 or self._taken + nbytes <= self.total_bytes)
-            self._taken += nbytes
+            self._changed.wait_for(lambda: self.taken_bytes <= 0 or self.taken_bytes + nbytes <= self.total_bytes)
+            self.taken_bytes += nbytes
 
     def give(self, nbytes: int) -> None:
         if nbytes:
             with self._changed:
-                self._taken -= nbytes
+                self.taken_bytes -= nbytes
                 self._changed.notify_all()
 
 

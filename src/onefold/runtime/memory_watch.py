@@ -11,7 +11,6 @@ few activations are there.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from onefold.cost.filling import Taken
 from onefold.cost.machine import device_budget
 from onefold.model.storage import storage_bytes
 from onefold.runtime.engine import Engine
+from onefold.runtime.forward_time import ForwardTime
 from onefold.runtime.held_tensors import NotOnDevice, on_device
 from onefold.runtime.live_bytes import LiveBytes
 from onefold.runtime.no_watch import NoWatch
@@ -141,7 +141,7 @@ class MemoryWatch(NoWatch):
         self._coming: dict[int, int] = {}
         self._state_before: dict[str, int] = {}  # bytes, by unit
         self.steps = 0
-        self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
+        self.forwards, self._forward = 0, ForwardTime(engine.device)  # of the first step, and the first of them
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
         self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
@@ -204,7 +204,6 @@ class MemoryWatch(NoWatch):
 
     def forward_begins(self) -> None:
         if not self.steps:
-            self._began_s = self._began_s or time.perf_counter()
             self.forwards += 1
         if self._counter is None and (self.steps < (1 if self._cuda else WATCHED_STEPS) or not self.decided):
             self._watch()
@@ -252,6 +251,10 @@ class MemoryWatch(NoWatch):
             self._forward_of_all()
 
     def units_begin(self, indices: Collection[int]) -> None:
+        engine = self._engine()
+        if engine is not None and not self.steps and self.forwards == 1:
+            units = engine.unsharding.units
+            self._forward.begin({index: units[index].layout.used_numel for index in indices})
         if self._counter is not None and not self._coming.keys().isdisjoint(indices):
             self._end_part()
             for index in indices:
@@ -265,9 +268,17 @@ class MemoryWatch(NoWatch):
 
     def _end_part(self) -> None:
         assert self._counter is not None
-        self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced), frozenset(self._coming.values())))
+        coming = frozenset(self._coming.values())
+        self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced), coming, self._waited()))
         self._reserved = max(self._reserved, self._counter.reserved_bytes)
         self._counter.restart()
+
+    def _waited(self) -> int:
+        """Bytes of gradients that have waited since the part began that ends, in the first step: those that wait now,
+        because a part ends before a gradient begins to wait. Of a pool that keeps its buffers every step has as many
+        bytes."""
+        engine = self._engine()
+        return 0 if engine is None or self.decided or engine.pool.keeps else engine.updates.lent_now
 
     def step_begins(self) -> list[Taken]:
         """The parts of the step whose gradients are complete now, if it was watched, the last of them what is there
@@ -275,7 +286,7 @@ class MemoryWatch(NoWatch):
         if not self.steps and self.forwards:
             if self._cuda:
                 torch.cuda.synchronize(self._device)
-            self.passes_s = (time.perf_counter() - self._began_s) / self.forwards
+            self.forward_s = self._forward.seconds()
         self.steps = self.steps + 1 if self.decided else 1  # a refused first step is the first again
         if self._counter is not None:
             self._end_part()

@@ -17,7 +17,7 @@ class NoWatch:
     decided = True  # a step has decided where optimizer state is
     steps = 0  # begun so far
 
-    passes_s = 0.0  # seconds of forward and backward of a micro-batch in the first step
+    forward_s = 0.0  # seconds of the forward of a micro-batch, as far as the first step has shown
     forwards = 0  # micro-batches of the first step
 
     def may_move_units(self, indices: frozenset[int]) -> None:

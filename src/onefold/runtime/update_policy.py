@@ -41,6 +41,11 @@ class UpdatePolicy(Protocol):
         """Most bytes of gradients that wait on the device for a host update while backward runs."""
         ...
 
+    @property
+    def lent_now(self) -> int:
+        """Bytes of complete gradients that wait on the device now for a host update of backward."""
+        ...
+
     def reduction_starts(self, index: int) -> None:
         """The reduction of this unit's gradient is about to start, on every rank in the same order."""
         ...
@@ -97,6 +102,10 @@ class NoUpdates:
 
     @property
     def lent_bytes(self) -> int:
+        return 0
+
+    @property
+    def lent_now(self) -> int:
         return 0
 
     def reduction_starts(self, index: int) -> None:

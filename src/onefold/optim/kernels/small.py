@@ -20,8 +20,8 @@ from onefold.optim.kernels.codec import (
     from_8bit,
     to_8bit,
 )
-from onefold.optim.kernels.rule import MOMENTS, SCALE, Rule, moments_of
-from onefold.state.random_rounding import Keys, random_bits, to_bf16
+from onefold.optim.kernels.rule import MOMENTS, SCALE, Rule, moments_of, next_step
+from onefold.state.random_rounding import Keys, keys_of, random_bits, to_bf16
 
 
 class Moment(NamedTuple):
@@ -58,6 +58,15 @@ class SmallStep(NamedTuple):
     moments: tuple[Moment, ...]
     keys: Keys
     start: int  # the index of the first element in its parameter, of which random bits are a function
+
+
+def next_small_step(
+    cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any], numel: int, device: torch.device,
+    form: str,
+) -> SmallStep:  # fmt: skip
+    """The next step of a whole parameter of no name, as next_step counts it."""
+    rule = next_step(cls, group, state, numel, device, form)
+    return SmallStep(rule, moments_in(cls, group, state), keys_of(0, "", int(state["step"])), 0)
 
 
 def moments_in(cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any]) -> tuple[Moment, ...]:

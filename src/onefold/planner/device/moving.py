@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.optim.kernels import cpu, cuda
+from onefold.cost.rates import small_updates
+from onefold.optim.kernels import cpu, cuda, cuda_small
 from onefold.optim.kernels.rule import next_step
+from onefold.optim.kernels.small import next_small_step
 from onefold.optim.kernels.threads import ranks_here, threads_here
 from onefold.planner.device.clock import Clock
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 FP32 = 28  # bytes per parameter: of what is read and written, with the gradient
+SMALL = {"bf16": 18, "8bit": 14}  # those with a split master and moments in this form
 COPIED_BYTES = 256 << 20
 FILE_BYTES = 1 << 30
 
@@ -25,11 +28,14 @@ FILE_BYTES = 1 << 30
 def updates(clock: Clock) -> dict[str, list[list[float]]]:
     """AdamW on the device and on the host: rows of parameters, bytes read and written per parameter, seconds. 16-bit
     parameters with an fp32 master (28 bytes) and with a split one (26) are updated by our kernels, fp32 ones (28) by
-    torch's fused class."""
+    torch's fused class; those with a split master and moments in bf16 (18 bytes) or 8 bits (14) by our kernels."""
     numel = 1 << 12 if clock.quick else 1 << 27 if clock.cuda else 1 << 23
     host = Clock(torch.device("cpu"), clock.least_s, clock.quick)
     on_host = 1 << 12 if clock.quick else 1 << 26 if clock.cuda else 1 << 23
     found = {"device": _updates(clock, numel), "host": _updates(host, on_host)}
+    for tier, its_clock, count in (("device", clock, numel), ("host", host, on_host)):
+        if cuda_small.available(its_clock.device) if its_clock.cuda else cpu.available():
+            found |= {small_updates(tier, form): [_small_update(its_clock, count, form)] for form in SMALL}
     return found
 
 
@@ -57,6 +63,22 @@ def _updates(clock: Clock, numel: int) -> list[list[float]]:
     optimizer = torch.optim.AdamW([param], fused=True, **ADAMW)
     rows.append([numel, FP32, clock.seconds(optimizer.step)])
     return rows
+
+
+def _small_update(clock: Clock, numel: int, form: str) -> list[float]:
+    device = clock.device
+    grad = torch.full((numel,), 1e-3, device=device, dtype=torch.bfloat16)
+    copy = torch.full((numel,), 0.02, device=device, dtype=torch.bfloat16)
+    master, state = torch.zeros(numel, device=device, dtype=torch.int16), dict[str, Any]()
+
+    def step() -> None:
+        small = next_small_step(torch.optim.AdamW, ADAMW, state, numel, device, form)
+        if clock.cuda:
+            cuda_small.update(small, grad, copy, master, 1.0)
+        else:
+            cpu.update_small(small, grad, copy, master, 1.0, threads_here() * ranks_here(), edits=False)
+
+    return [numel, SMALL[form], clock.seconds(step)]
 
 
 def copies(clock: Clock) -> dict[str, float]:
