@@ -103,25 +103,44 @@ def test_beside_a_small_disk_a_slower_split_that_fits_it_is_chosen() -> None:
     assert slower > 10 and lacks > 10, "disks were to be both large enough for a slower split and too small for any"
 
 
-def test_of_units_of_many_sizes_the_host_gets_what_it_can_hold() -> None:
-    """Buffers on the host are three times as large as its largest unit. The units that fill the device from the front
-    leave it too much of them; of so many sizes no seconds are compared."""
-    sizes = [*range(20, 10, -1), 60]
-    units = [UnitSeconds(s, 2 * s, s / 10, s, s) for s in sizes]
+class Host(NamedTuple):
+    """A host whose buffers are three times as large as its largest unit, and a device of some size."""
 
-    def on_host(tiers: list[Tier]) -> int:
-        rest = [size for size, tier in zip(sizes, tiers, strict=True) if tier is not Tier.DEVICE]
-        return sum(rest) + 3 * max(rest)
+    sizes: list[int]
+    device: int
 
-    def chosen(host: float) -> list[Tier]:
+    def bytes_on(self, tiers: list[Tier]) -> int:
+        rest = [size for size, tier in zip(self.sizes, tiers, strict=True) if tier is not Tier.DEVICE]
+        return sum(rest) + 3 * max(rest, default=0)
+
+    def chosen(self, host: float, asked: list[int] | None = None) -> list[Tier]:
+        def fits_device(chosen: frozenset[int]) -> bool:
+            if asked is not None:
+                asked.append(len(chosen))
+            return sum(self.sizes[at] for at in chosen) <= self.device
+
         return fastest(
-            units, Overlap(True, True), candidates=range(len(sizes)),
-            fits_device=lambda on: sum(sizes[at] for at in on) <= 80,
-            lacking=lambda tiers: max(on_host(tiers) - host, 0),
+            [UnitSeconds(s, 2 * s, s / 10, s, s) for s in self.sizes], Overlap(True, True),
+            candidates=range(len(self.sizes)), fits_device=fits_device,
+            lacking=lambda tiers: int(max(self.bytes_on(tiers) - host, 0)),
         )  # fmt: skip
 
-    assert on_host(chosen(math.inf)) > 300 and on_host(chosen(200)) <= 200
-    assert chosen(300)[-1] is Tier.DEVICE and chosen(0)[-1] is Tier.DEVICE
+
+@pytest.mark.parametrize("last", [[60], [40, 40], [40, 3, 40, 3]])
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_host_gets_what_it_can_hold(last: list[int], alike: bool) -> None:
+    """The units that fill the device from the front leave it too large ones, of which several may be alike."""
+    host = Host([*([15] * 10 if alike else range(20, 10, -1)), *last], device=90)
+    assert host.bytes_on(host.chosen(math.inf)) > 250 >= host.bytes_on(host.chosen(250))
+    assert max(last) not in [size for size, tier in zip(host.sizes, host.chosen(0)) if tier is not Tier.DEVICE]
+
+
+@pytest.mark.parametrize("units", [12, 60, 240])
+def test_a_host_that_can_hold_nothing_is_known_soon(units: int) -> None:
+    """Of units of as many sizes few splits are looked at."""
+    asked: list[int] = []
+    Host(list(range(1, units + 1)), device=units * units // 8).chosen(0, asked)
+    assert len(asked) < 20 * units, len(asked)
 
 
 def test_units_that_are_alike_stay_from_the_front_and_the_last_are_on_disk() -> None:

@@ -16,7 +16,7 @@ class Taken(NamedTuple):
     nbytes: int
     reduced: frozenset[int] = frozenset()  # trained units, by number, whose gradients were complete when it ended
     coming: frozenset[int] = frozenset()  # trained units, by number, whose forward had not begun when it ended
-    waited: int = 0  # of these bytes, gradients that waited all the time for host updates
+    waited: int = 0  # bytes of gradients that waited there for host updates from its begin to its end
 
 
 class UnitOnDevice(NamedTuple):
@@ -87,18 +87,19 @@ class Room:
     """What a step took on the device, and what it would take if the device updated other units.
 
     `UnitOnDevice.waits` adds gradients that wait there for host updates: from the reduction of their unit to its next
-    forward, which waits for the update. All together have a limit. They replace those that the measured step had
-    (`Taken.waited`), whose number depends on how fast the host was.
+    forward, which waits for the update. All together have a limit. Gradients that waited in the measured step
+    (`Taken.waited`) do not count, because how many did depends on how fast the host was.
     """
 
     def __init__(self, parts: Sequence[Taken], units: Sequence[UnitOnDevice]) -> None:
         self._units = units
         self._parts = list[tuple[int, Changes, Changes, list[int]]]()
-        before, updated = Taken(0), frozenset[int]()
+        before, updated, may_wait = Taken(0), frozenset[int](), sum(unit.waits for unit in units)
         for part in parts:  # each with the units reduced, those that wait, and those reduced for the first time
             reduced = Changes.between(before.reduced, part.reduced)
             waiting = Changes.between(before.reduced | before.coming, part.reduced | part.coming)
-            self._parts.append((part.nbytes - part.waited, reduced, waiting, sorted(part.reduced - updated)))
+            nbytes = part.nbytes - min(part.waited, may_wait)
+            self._parts.append((nbytes, reduced, waiting, sorted(part.reduced - updated)))
             before, updated = part, updated | part.reduced
 
     def needed_bytes(self, on_device: Collection[int]) -> int:

@@ -26,7 +26,7 @@ from onefold.cost.transfers import host_update_s, transfers_of, update_rate
 from onefold.settings.placement import Placement, Tier
 
 SLOWED = 0.12  # seconds of the device for each second in which the host updates beside it
-KINDS = 6  # sizes of units, up to which splits near one that is possible are compared by seconds: more have too many
+KINDS = 6  # sizes of units, up to which splits near the one filled from the front are compared: more have too many
 EXACT_UNITS = 6  # up to so many units all splits are compared; beyond, those near the one filled from the front
 
 
@@ -166,6 +166,7 @@ def fastest(
                 lambda chosen: fits_host(on_device, chosen),
                 lambda chosen: cost(on_device, chosen)[0],
                 lambda index: units[index][2:],
+                starts=1,
             )
             found[on_device] = cost(on_device, on_host)
         return found[on_device]
@@ -179,10 +180,14 @@ def _best(
     order: Sequence[int],
     fits: Callable[[Units], bool],
     cost: Callable[[Units], SplitCost],
-    kind: Callable[[int], object],
+    kind: Callable[[int], tuple[float, ...]],
+    *,
+    starts: int = 1 + KINDS,
 ) -> Units:
     """Of the sets of these units that fit and to which no unit can be added, the one with the least cost; of sets with
-    equal costs, the one with the first units. Units of one `kind` are equally large."""
+    equal costs, the one with the first units. Units of one `kind` are equally large, those of a greater one larger.
+    Of many units not all sets are looked at: where the one that is filled from the front lacks bytes elsewhere, the
+    search begins with the best of so many `starts`, which take the largest units first."""
     if fits(frozenset(order)):
         return frozenset(order)
     if len(order) <= EXACT_UNITS:
@@ -190,9 +195,16 @@ def _best(
         fitting = [chosen for chosen in sets if fits(chosen)]
         full = [one for one in fitting if not any(one < other for other in fitting)]
         return min(full, key=lambda chosen: _key(chosen, cost), default=frozenset())
-    best, few = filled(order, fits, kind), len({kind(one) for one in order}) <= KINDS
-    better = True
-    while better and (few or cost(best).lacking_bytes):
+    best, kinds = filled(order, fits, kind), sorted({kind(one) for one in order}, reverse=True)
+    if starts > 1 and cost(best).lacking_bytes:
+        large = [sorted(order, key=lambda one: kind(one) < least) for least in kinds[: starts - 2]]  # and then the rest
+        large.append(sorted(order, key=kind, reverse=True))
+        by_start: dict[Units, Sequence[int]] = {filled(one, fits, kind): one for one in large}
+        by_start[best] = order
+        best = min(by_start, key=lambda chosen: _key(chosen, cost))
+        order = by_start[best]
+    better = len(kinds) <= KINDS
+    while better:
         orders = []
         for index in {kind(one): one for one in reversed(order) if one not in best}.values():  # the first of each kind
             orders.append([index, *(one for one in order if one != index)])

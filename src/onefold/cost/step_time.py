@@ -84,7 +84,7 @@ class StepTime:
             )  # fmt: skip
             units = len(case.sizes.units) if grid.shard > 1 else 0
             launched = step_compute_s(found, hardware.rates, work.layers_here(grid), units)
-            return launched + self._gradients_s + self.messages.copied_bytes / self._update_rate
+            return launched + self._gradients_s + self.messages.copied_bytes / self._copy_rate
         rate = hardware.peak_flops(work.widths.compute) * hardware.efficiency
         return (work.flops(case.batch, case.choice.activations, grid) + work.tile_flops(case.batch, grid)) / rate
 
@@ -102,7 +102,13 @@ class StepTime:
             moved += numel * moved_per_gradient(
                 widths, case.strategy, replicas=case.grid.replica, accumulates=case.accumulates, flat=flat
             )
-        return moved / self._update_rate
+        return moved / self._copy_rate
+
+    @property
+    def _copy_rate(self) -> float:
+        """Bytes per second that kernels which compute little read and write."""
+        case = self.case
+        return update_rate(case.hardware, Tier.DEVICE, case.work.widths, case.cost._replace(small=False))
 
     # -- updates and transfers ---------------------------------------------------------------------------------------
 

@@ -153,5 +153,5 @@ def _pool_limit_bytes(engine: Engine) -> int:
     wide_sums = engine.accumulating.wide_sums
     kept = sum(sizes) if wide_sums and (away or engine.resolved.placement.gradients is Scope.SHARDED) else 0
     needed = engine.everyone.size > 1 or wide_sums or wide or away or not engine.updates.keeps_gradients
-    leaving = (COPYING + 1) * max(away, default=0) + engine.updates.lent_bytes
+    leaving = (COPYING + 1) * max(away, default=0) + engine.updates.most_lent_bytes
     return (reductions * max(sizes, default=0) if needed else 0) + leaving + 2 * wide + kept

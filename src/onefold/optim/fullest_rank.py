@@ -30,7 +30,11 @@ class FullestRank:
         rows = self._exchange(" ".join(map(str, mine)))
         return [max(found) for found in zip(*(map(int, row.split()) for row in rows), strict=True)]
 
+    def all_of(self, mine: Collection[int]) -> list[frozenset[int]]:
+        """The numbers that each rank has chosen."""
+        rows = self._exchange(" ".join(map(str, sorted(mine))))
+        return [frozenset(map(int, row.split())) for row in rows]
+
     def common(self, mine: Collection[int]) -> frozenset[int]:
         """The units that every rank has chosen; they fit on each, since fewer units fit where more do."""
-        rows = self._exchange(" ".join(map(str, sorted(mine))))
-        return frozenset.intersection(*(frozenset(map(int, row.split())) for row in rows))
+        return frozenset.intersection(*self.all_of(mine))

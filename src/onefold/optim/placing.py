@@ -166,7 +166,8 @@ class Placing:
         what = f"a step took {format_bytes(int(self._agreed.largest(took)))} of {format_bytes(budget)}"
         freed = room is not bare and room.needed_bytes(()) > most_bytes and self._free_more(0, what)
         room = bare if freed else room
-        stays = on_tier(self._splits.fastest(room, most_bytes, there), Tier.DEVICE)
+        planned = self._splits.planned_seconds()
+        stays = on_tier(self._splits.fastest(planned, room, most_bytes, there), Tier.DEVICE)
         if stays != there:
             self._leave_device(stays, what)
         self._know(known, room, there, stays)
@@ -268,11 +269,12 @@ class Placing:
         if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
             lowered = lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
             parts = self._first_parts = [part._replace(nbytes=part.nbytes - lowered.nbytes) for part in parts]
-        parts = self._splits.keep_blocks(parts, most_bytes)
+        planned = self._splits.planned_seconds()
+        parts = self._splits.keep_blocks(planned, parts, most_bytes)
         room = Room(parts, self._needs.units(first=True))
-        tiers = self._splits.fastest(room, most_bytes, self._needs.may_stay())
+        tiers = self._splits.fastest(planned, room, most_bytes, self._needs.may_stay())
         self._know(Known(0, 0), room, (), on_tier(tiers, Tier.DEVICE))
-        self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
+        self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget, planned.host_bytes)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:
         """Frees bytes of a device that has no optimizer state left: all blocks are computed again, or if they are
@@ -290,9 +292,9 @@ class Placing:
             warnings.warn(f"{what}: {said}", PlacementWarning, stacklevel=5)
         return bool(said)
 
-    def _decide(self, tiers: Sequence[Tier], takes: int, budget: int) -> None:
+    def _decide(self, tiers: Sequence[Tier], takes: int, budget: int, host_bytes: int) -> None:
         engine, staying = self._engine, tiers.count(Tier.DEVICE)
-        told = self._splits.checked(tiers, self._splits.host_room())
+        told = self._splits.checked(tiers, host_bytes)
         self._disk.check(tiers)
         room = f"{format_bytes(takes)} of {format_bytes(budget)}"
         why = f"optimizer state of {staying} of {len(tiers)} units stays on the device: a step takes {room}{told}"

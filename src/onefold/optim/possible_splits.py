@@ -12,7 +12,7 @@ import torch
 from onefold.cost.automatic import host_need, told_of
 from onefold.cost.filling import Room, Taken, with_blocks
 from onefold.cost.machine import here
-from onefold.cost.splits import Overlap, UnitSeconds, fastest, seconds_of, split_s, tiers_of
+from onefold.cost.splits import Overlap, SplitCost, UnitSeconds, fastest, seconds_of, split_s, tiers_of
 from onefold.cost.states import parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
@@ -49,20 +49,41 @@ class PossibleSplits:
         self._in_backward = in_backward
         self._told = False  # that the host has too little room
 
-    def fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
+    def fastest(self, planned: Planned, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
         """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device
-        and that the disk holds, the one with the fewest planned seconds. Collective; all ranks get the same."""
-        planned = self.planned_seconds()
-        split = self.split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
-        every = self._agreed.common(on_tier(split, Tier.DEVICE))
-        return self.split(planned, every, lambda chosen: True)
+        and that the host, or else the disk, holds, the one with the fewest planned seconds, as far as they are looked
+        at. Collective; all ranks get the same, the best of what they have chosen that fits on all."""
+
+        def fits(chosen: frozenset[int]) -> bool:
+            return room.needed_bytes(chosen) <= most_bytes
+
+        chosen = self._agreed.all_of(on_tier(self.split(planned, candidates, fits), Tier.DEVICE))
+        common = frozenset.intersection(*chosen)  # fits on every rank, since fewer units fit where more do
+        picks = sorted({*chosen} - {common}, key=sorted)
+        fit = frozenset.intersection(*self._agreed.all_of([at for at, pick in enumerate(picks) if fits(pick)]))
+        splits = [self.split(planned, pick, lambda chosen: True) for pick in (common, *(picks[at] for at in fit))]
+        return min(splits, key=lambda tiers: self._cost(planned, tiers))
+
+    def _cost(self, planned: Planned, tiers: Sequence[Tier]) -> SplitCost:
+        if self._disk.used:
+            on_disk = sum(nbytes for nbytes, tier in zip(planned.files, tiers, strict=True) if tier is Tier.DISK)
+            lacking = max(on_disk - planned.disk_bytes, 0)
+        else:
+            lacking = self._host_lacks(planned, tiers)
+        return SplitCost(lacking, split_s(planned.units, tiers, planned.overlap))
+
+    def _host_lacks(self, planned: Planned, tiers: Sequence[Tier]) -> int:
+        need = host_need(*self._needs.rows(), tiers, cost=self._needs.cost, in_backward=self._in_backward)
+        return max(need - planned.host_bytes, 0)
 
     def planned_seconds(self) -> Planned:
-        """The planner's seconds of each unit, with a forward as long as on the slowest rank, and a backward of two; or
-        of three, where blocks are computed again. Collective."""
+        """The planner's seconds of each unit, with a forward as long as on the slowest rank. Collective."""
         sizes, placements = self._needs.rows()
         resolved, forward_s = self._engine.resolved, self._agreed.largest(self._engine.watch.forward_s)
-        backward_s = (2 if resolved.settings.activations == "keep" else 3) * forward_s
+        again = resolved.settings.activations != "keep"  # each block runs its forward again
+        trained = [(size.numel, size.trained) for size in sizes]
+        share = sum(numel for numel, one in trained if one) / (sum(numel for numel, _ in trained) or 1)
+        backward_s = (1 + share + again) * forward_s  # gradients of activations, and of the weights that are trained
         seconds = seconds_of(
             sizes, placements, self._needs.cost, here(resolved.device), ranks=_local_ranks(),
             forward_s=forward_s, backward_s=backward_s,
@@ -78,21 +99,13 @@ class PossibleSplits:
     def split(
         self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
     ) -> list[Tier]:
-        """The fastest split of those that fit the device, the host and, where state may be there, the disk. If none
-        fits them all, the one that comes nearest."""
-        rows, count, cost, backward = self._needs.rows(), len(self._engine.units), self._needs.cost, self._in_backward
-
-        def host_lacks(tiers: Sequence[Tier]) -> int:
-            return max(host_need(*rows, tiers, cost=cost, in_backward=backward) - planned.host_bytes, 0)
-
-        def disk_lacks(tiers: Sequence[Tier]) -> int:
-            on_disk = sum(nbytes for nbytes, tier in zip(planned.files, tiers, strict=True) if tier is Tier.DISK)
-            return max(on_disk - planned.disk_bytes, 0)
-
+        """The fastest split of those that fit the device, the host and, where one is used, the disk. If none is found
+        that fits them all, the one that comes nearest. For this rank's device."""
+        count, on_disk = len(self._engine.units), self._disk.used
         return fastest(
             planned.units, planned.overlap, candidates=candidates, fits_device=fits_device,
-            fits_host=lambda *chosen: not (self._disk.used and host_lacks(tiers_of(count, *chosen))),
-            lacking=disk_lacks if self._disk.used else host_lacks,
+            fits_host=lambda *chosen: not (on_disk and self._host_lacks(planned, tiers_of(count, *chosen))),
+            lacking=lambda tiers: self._cost(planned, tiers).lacking_bytes,
         )  # fmt: skip
 
     def checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
@@ -136,15 +149,15 @@ class PossibleSplits:
             f"({format_bytes(waiting_bytes)} of this)"
         ]
 
-    def keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
+    def keep_blocks(self, planned: Planned, parts: list[Taken], most_bytes: int) -> list[Taken]:
         """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
         step fastest. Returns the parts of the step with those bytes added. Collective."""
         engine, choice = self._engine, self._engine.block_choice
         if choice is None:
             return parts
-        blocks, planned, micro_batches = blocks_of(engine, choice), self.planned_seconds(), engine.watch.forwards
+        blocks, micro_batches = blocks_of(engine, choice), engine.watch.forwards
         again_s = planned.forward_s / max(1, len(engine.resolved.blocks))
-        may_stay, units, rows = self._needs.may_stay(), self._needs.units(first=True), self._needs.rows()
+        may_stay, units = self._needs.may_stay(), self._needs.units(first=True)
 
         def split(parts: list[Taken]) -> list[Tier]:
             room = Room(parts, units)
@@ -153,17 +166,24 @@ class PossibleSplits:
         def fits(parts: list[Taken]) -> bool:
             if Room(parts, units).needed_bytes(()) > most_bytes:
                 return False
-            need = host_need(*rows, split(parts), cost=self._needs.cost, in_backward=self._in_backward)
-            return self._disk.used or need <= planned.host_bytes
+            return self._disk.used or not self._host_lacks(planned, split(parts))
+
+        def kept(count: int) -> list[Taken]:
+            return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
 
         def seconds(parts: list[Taken], count: int) -> float:
             return split_s(planned.units, split(parts), planned.overlap) - micro_batches * count * again_s
 
         count = self._agreed.smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
+        while count and not self._disk.used and engine.comms.world.size > 1:  # what fits each rank may not fit all
+            agreed = self.fastest(planned, Room(kept(count), units), most_bytes, may_stay)
+            if not self._host_lacks(planned, agreed):
+                break
+            count //= 2
         choice.keep_last(count)
         others = f"; the others keep their activations, {format_bytes(count * choice.more_bytes)}" if count else ""
         engine.tell_activations(f"{len(blocks) - count} of {len(blocks)} blocks are computed again{others}")
-        return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
+        return kept(count)
 
     def remedies(self) -> str:
         """What helps if a step does not fit with no optimizer state on the device."""

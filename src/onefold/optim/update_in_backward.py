@@ -64,12 +64,12 @@ class UpdateInBackward(NoUpdates):
         return begun and self._engine.broken is None
 
     @property
-    def lent_bytes(self) -> int:
+    def most_lent_bytes(self) -> int:
         return self.host.budget.total_bytes if self.host is not None else 0
 
     @property
-    def lent_now(self) -> int:
-        return self.host.budget.taken_bytes if self.host is not None else 0
+    def lent_bytes(self) -> int:
+        return max(self.host.budget.taken_bytes, 0) if self.host is not None else 0  # below 0 once a worker has died
 
     def reduction_starts(self, index: int) -> None:
         """Starts to exchange which of the unit's parameters each rank used. The parameters change when the reduction

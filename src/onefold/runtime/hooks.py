@@ -148,6 +148,7 @@ def _surround_model(engine: Engine) -> None:
         engine.sequences.enter()
 
     def after(output: Any) -> None:
+        engine.watch.forward_ended()
         _hook_output(engine, output)
         if engine.unsharding.units:
             engine.unsharding.leave(call, [], as_list(output), root=True)

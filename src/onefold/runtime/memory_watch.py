@@ -141,7 +141,7 @@ class MemoryWatch(NoWatch):
         self._coming: dict[int, int] = {}
         self._state_before: dict[str, int] = {}  # bytes, by unit
         self.steps = 0
-        self.forwards, self._forward = 0, ForwardTime(engine.device)  # of the first step, and the first of them
+        self._forward_time = ForwardTime(engine.device)  # of the first step
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
         self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
@@ -203,13 +203,21 @@ class MemoryWatch(NoWatch):
         self._counter.restart()
 
     def forward_begins(self) -> None:
-        if not self.steps:
-            self.forwards += 1
         if self._counter is None and (self.steps < (1 if self._cuda else WATCHED_STEPS) or not self.decided):
             self._watch()
         elif self._counter is not None and self._reduced and self._gradients_dropped():
             self._end_part()
             self._forward_of_all()
+        if self._timed:
+            self._forward_time.begin()
+
+    def forward_ended(self) -> None:
+        self._forward_time.end()
+
+    @property
+    def _timed(self) -> bool:
+        """This is the first step, or one that takes its place."""
+        return not (self.steps and self.decided)
 
     def _gradients_dropped(self) -> bool:
         engine = self._engine()
@@ -223,7 +231,8 @@ class MemoryWatch(NoWatch):
         else:
             engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
         self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
-        if not self.decided or not self.steps:
+        if self._timed:
+            self._forward_time = ForwardTime(self._device)
             self._state_before = {unit.name: storage_bytes(unit.state_tensors()) for unit in engine.units}
         self._forward_of_all()
         self._reserved = 0
@@ -252,9 +261,9 @@ class MemoryWatch(NoWatch):
 
     def units_begin(self, indices: Collection[int]) -> None:
         engine = self._engine()
-        if engine is not None and not self.steps and self.forwards == 1:
+        if self._timed and engine is not None:
             units = engine.unsharding.units
-            self._forward.begin({index: units[index].layout.used_numel for index in indices})
+            self._forward_time.begin_units({index: units[index].layout.used_numel for index in indices})
         if self._counter is not None and not self._coming.keys().isdisjoint(indices):
             self._end_part()
             for index in indices:
@@ -278,15 +287,15 @@ class MemoryWatch(NoWatch):
         because a part ends before a gradient begins to wait. Of a pool that keeps its buffers every step has as many
         bytes."""
         engine = self._engine()
-        return 0 if engine is None or self.decided or engine.pool.keeps else engine.updates.lent_now
+        return 0 if engine is None or self.decided or engine.pool.keeps else engine.updates.lent_bytes
 
     def step_begins(self) -> list[Taken]:
         """The parts of the step whose gradients are complete now, if it was watched, the last of them what is there
         now; else, on CUDA, the most bytes since the peak was set back last."""
-        if not self.steps and self.forwards:
+        if self._timed:
             if self._cuda:
                 torch.cuda.synchronize(self._device)
-            self.forward_s = self._forward.seconds()
+            self.forwards, self.forward_s = self._forward_time.forwards, self._forward_time.seconds()
         self.steps = self.steps + 1 if self.decided else 1  # a refused first step is the first again
         if self._counter is not None:
             self._end_part()

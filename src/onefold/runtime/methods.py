@@ -44,7 +44,8 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
     def run(*args: Any, **kwargs: Any) -> Any:
         if in_backward():  # a recomputation
             engine.enter_backward()
-        elif not engine.unsharding.running:
+        outermost = not (in_backward() or engine.unsharding.running)
+        if outermost:
             engine.before_forward(tensors_in([*args, *kwargs.values()]))
         if narrow:
             assert isinstance(compute, torch.dtype)
@@ -62,6 +63,8 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
             engine.call_failed()
             unsharding.interrupt(call)
             raise
+        if outermost:
+            engine.watch.forward_ended()
         unsharding.leave(call, [], as_list(output))
         open_backward(output)
         return output

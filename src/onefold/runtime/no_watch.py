@@ -17,7 +17,7 @@ class NoWatch:
     decided = True  # a step has decided where optimizer state is
     steps = 0  # begun so far
 
-    forward_s = 0.0  # seconds of the forward of a micro-batch, as far as the first step has shown
+    forward_s = 0.0  # seconds of the forward of a micro-batch, by those of the first step
     forwards = 0  # micro-batches of the first step
 
     def may_move_units(self, indices: frozenset[int]) -> None:
@@ -50,6 +50,9 @@ class NoWatch:
 
     def forward_begins(self) -> None:
         """A training forward begins."""
+
+    def forward_ended(self) -> None:
+        """The forward that began last has ended, and has not raised; or one that does not train has."""
 
     @property
     def watching(self) -> bool:

@@ -37,12 +37,12 @@ class UpdatePolicy(Protocol):
         ...
 
     @property
-    def lent_bytes(self) -> int:
+    def most_lent_bytes(self) -> int:
         """Most bytes of gradients that wait on the device for a host update while backward runs."""
         ...
 
     @property
-    def lent_now(self) -> int:
+    def lent_bytes(self) -> int:
         """Bytes of complete gradients that wait on the device now for a host update of backward."""
         ...
 
@@ -101,11 +101,11 @@ class NoUpdates:
         return False
 
     @property
-    def lent_bytes(self) -> int:
+    def most_lent_bytes(self) -> int:
         return 0
 
     @property
-    def lent_now(self) -> int:
+    def lent_bytes(self) -> int:
         return 0
 
     def reduction_starts(self, index: int) -> None:
@@ -147,8 +147,8 @@ class Policies(NoUpdates):
         self._policies = list(policies)
 
     @property
-    def lent_bytes(self) -> int:
-        return sum(policy.lent_bytes for policy in self._policies)
+    def most_lent_bytes(self) -> int:
+        return sum(policy.most_lent_bytes for policy in self._policies)
 
     def reduced(self, index: int, *, final: bool) -> bool:
         return any(policy.reduced(index, final=final) for policy in self._policies)

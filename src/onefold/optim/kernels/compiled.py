@@ -39,9 +39,10 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 ARCH = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
 WIDTH = ("-mprefer-vector-width=512",) if X86 else ()  # compilers prefer half of what AVX-512 has
 EXACT = ("-ffp-contract=off",)  # exactly the arithmetic in the source
-VECTORS = ("-O3", ARCH, *WIDTH, "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")  # these change no result
+VECTORS = ("-O3", ARCH, "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")  # these change no result
 FLAGS = ("-std=c99", *VECTORS, *EXACT, "-fno-strict-aliasing", "-shared", "-fPIC")
 THREADS = ("-fopenmp",)
+ATTEMPTS = tuple(dict.fromkeys([(*THREADS, *WIDTH), THREADS, ()]))  # old compilers do not know WIDTH
 TIMEOUT_S = 300
 CPU_LINES = ("vendor", "model", "cpu family", "stepping", "flags", "features", "cpu part", "cpu implementer")
 
@@ -56,7 +57,7 @@ class Compiled(NamedTuple):
 def compiled(source: Path) -> Compiled:
     """Loads the library of a C file from the cache, or compiles it: with OpenMP if any compiler can."""
     commands, failures = compilers(), []
-    for more in (THREADS, ()):
+    for more in ATTEMPTS:
         for command in commands:
             try:
                 version = _run([*command, "--version"])

@@ -287,8 +287,8 @@ int onefold_update(const Step *s, const Slice *slice, const Slice *to, int64_t n
 
 /* -- small forms of moments ---------------------------------------------------------------------------------------- */
 
-INLINE uint32_t random_bits(const Coding *c, uint32_t bits) { /* of the element whose index times SPREAD this is */
-    bits += c->key[0];
+INLINE uint32_t random_bits(const Coding *c, uint32_t spread_index) { /* the index of an element times SPREAD */
+    uint32_t bits = spread_index + c->key[0];
     bits ^= bits >> 16;
     bits = (bits * 0x21F0AAADu) ^ c->key[1];
     bits ^= bits >> 15;
@@ -312,24 +312,24 @@ INLINE int least_exponent(const int second) { return second ? 31 : 15; } /* belo
 
 INLINE void code_block(const int second, const float *restrict values, const uint32_t *restrict random,
                        uint8_t *restrict codes, uint8_t *restrict scale) {
-    uint32_t most = 0, rest = UINT32_MAX; /* the largest size, and the smallest but 0, less one */
-#pragma omp simd reduction(max : most) reduction(min : rest)
+    uint32_t most = 0, least_less_one = UINT32_MAX; /* of all sizes, and of those that are not 0: 0 less one is large */
+#pragma omp simd reduction(max : most) reduction(min : least_less_one)
     for (int i = 0; i < CODED; i++) {
-        uint32_t size = bits_of(values[i]) & 0x7FFFFFFFu, one_less = size - 1u;
+        uint32_t size = bits_of(values[i]) & 0x7FFFFFFFu, less_one = size - 1u;
         most = most > size ? most : size;
-        rest = rest < one_less ? rest : one_less;
+        least_less_one = least_less_one < less_one ? least_less_one : less_one;
     }
     const int32_t largest = (int32_t)size_of(float_of(most));
     int32_t exponent = (largest + 0x1FFFFF) >> 23, lowest = least_exponent(second) + 1;
     exponent = exponent < lowest ? lowest : exponent > 255 ? 255 : exponent;
     *scale = (uint8_t)exponent;
     const int32_t least = (exponent - least_exponent(second)) << 23; /* the value of code 1, as bits */
-    if (rest >= (uint32_t)least - 1u && most < 0x7F000000u) { /* most blocks: no size below code 1, none may overflow */
-        const uint32_t start = (uint32_t)least - (1u << 20);
+    if (least_less_one >= (uint32_t)least - 1u && most < 0x7F000000u) { /* as in most blocks: none below code 1, no overflow */
+        const uint32_t zero = (uint32_t)least - (1u << 20); /* where code 0 would be */
 #pragma omp simd
         for (int i = 0; i < CODED; i++) {
             uint32_t bits = bits_of(values[i]), size = bits & 0x7FFFFFFFu;
-            uint32_t above = size - start + ((second ? random[i] >> 12 : random[i]) & 0xFFFFFu);
+            uint32_t above = size - zero + ((second ? random[i] >> 12 : random[i]) & 0xFFFFFu);
             uint32_t code = size ? above >> 20 : 0u;
             codes[i] = (uint8_t)(second ? code : code | ((bits >> 24) & 0x80u));
         }
@@ -351,11 +351,11 @@ INLINE void code_block(const int second, const float *restrict values, const uin
 }
 
 INLINE void decode_block(const int second, const uint8_t *restrict codes, uint8_t scale, float *restrict values) {
-    const uint32_t start = ((uint32_t)((int32_t)scale - least_exponent(second)) << 23) - (1u << 20);
+    const uint32_t zero = ((uint32_t)((int32_t)scale - least_exponent(second)) << 23) - (1u << 20);
 #pragma omp simd
     for (int i = 0; i < CODED; i++) {
         uint32_t code = codes[i], size = second ? code : code & 0x7Fu;
-        uint32_t bits = size ? (size << 20) + start : 0u;
+        uint32_t bits = size ? (size << 20) + zero : 0u;
         values[i] = float_of(second ? bits : bits | ((code & 0x80u) << 24));
     }
 }

@@ -67,6 +67,8 @@ def _updates(clock: Clock, numel: int) -> list[list[float]]:
 
 def _small_update(clock: Clock, numel: int, form: str) -> list[float]:
     device = clock.device
+    if not clock.fits(16 * numel):
+        numel = 1 << 20
     grad = torch.full((numel,), 1e-3, device=device, dtype=torch.bfloat16)
     copy = torch.full((numel,), 0.02, device=device, dtype=torch.bfloat16)
     master, state = torch.zeros(numel, device=device, dtype=torch.int16), dict[str, Any]()
