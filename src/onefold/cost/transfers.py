@@ -1,9 +1,9 @@
 """Transfers between device, host and disk in a step, and how long a step waits for them. Numbers only.
 
 Host updates overlap with compute: started in backward, with the rest of it; after clipping, with the next forward,
-where parameters are hidden until they are used (stage 3). A CPU update of fp32 moments is bound by memory bandwidth: each parameter
-costs 26 bytes with a split master, 28 with an fp32 one (Adam); that of smaller moments by compute. Loading, updating and storing overlap too, so the
-slowest of CPU, PCIe and disk counts.
+where parameters are hidden until they are used (stage 3). A CPU update of fp32 moments is bound by memory bandwidth:
+each parameter costs 26 bytes with a split master, 28 with an fp32 one (Adam). That of smaller moments is bound by
+compute. Loading, updating and storing overlap too, so the slowest of CPU, PCIe and disk counts.
 """
 
 from __future__ import annotations
